@@ -1,11 +1,13 @@
-"""Sharded checkpoints by torch.distributed.checkpoint (DCP), and all use of its private names.
+"""Read and write sharded checkpoints with torch.distributed.checkpoint (DCP).
 
-Writing adds three things to DCP's own `save`: tensors that several ranks hold are divided evenly
-among them, errors of writer threads are raised, which DCP loses, and each run has its own cache of
-plans, where DCP has one for the process.
+All use of DCP's private names is in this file. Writing adds three things to DCP's own `save`:
 
-Reading runs no code from a checkpoint: DCP's index is read by an unpickler that knows only DCP's
-own classes, and only files that the verified manifest names are opened.
+- tensors that several ranks hold are divided evenly among these ranks;
+- errors of writer threads, which DCP loses, are raised;
+- each run has its own cache of save plans, while DCP has one per process.
+
+Reading runs no code from a checkpoint: the unpickler for DCP's index accepts only DCP's own
+classes, and only files named in the verified manifest are opened.
 """
 
 import contextlib
@@ -31,17 +33,16 @@ from .manifest import reading, reason_of
 from .paths import open_regular
 from .tensors import Tensors, check_shapes, nested
 
-# A restore hashes several files at once, so a rank that has much to write writes several: one for
-# each 32 MB, up to 4.
+# A restore hashes several files at once, so each rank writes one file per 32 MB, up to 4.
 BYTES_PER_FILE = 32 << 20
 MOST_FILES = 4
-# The cost of a tensor besides its bytes, in bytes.
+# The fixed cost of writing a tensor, expressed in bytes.
 TENSOR_COST = 4096
-# With a single process DCP warns at each save that there is only one. The warning is filtered for
-# good: the save runs in a thread of its own, and filters are those of the process.
+# With a single process, DCP warns about that at each save. Filters apply to the whole process and
+# the save runs in a thread, so the filter is set once and never removed.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
-# What an index of DCP consists of.
+# The classes of which DCP's index consists.
 DCP_CLASSES = (
     "MetadataIndex",
     "Metadata",
@@ -69,18 +70,18 @@ class DcpSaver:
     def __init__(self, group: Group, threads: int = 0) -> None:
         self.group = group
         self.threads = threads
-        # The name of this run's plans in DCP's cache.
+        # The key of this run's plans in DCP's cache.
         self.cache = uuid.uuid4().hex
-        # Names, shapes and dtypes that this rank wrote last; None if that save failed.
+        # Names, shapes and dtypes of the tensors in this rank's last save; None if it failed.
         self.forms: list[Any] | None = None
 
     def write(self, folder: Path, tensors: Tensors) -> list[str]:
         """Write this rank's tensors and return the names of its files; collective.
 
-        CheckpointError, on every rank, when any rank failed.
+        Raises CheckpointError, on every rank, when any rank failed.
         """
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        # DCP compares plans by all but the dtype, and a save that failed may have left half a plan.
+        # DCP ignores dtypes when it compares plans, and a failed save may have left half a plan.
         if self.group.any(forms != self.forms):
             forget_plans(self.cache)
         self.forms = None
@@ -100,21 +101,20 @@ class DcpSaver:
                 no_dist=self.group.process_group is None,
             )
         except dcp.CheckpointException as error:
-            # A BaseException, which DCP raises on all ranks.
+            # DCP raises this BaseException on all ranks.
             raise CheckpointError(f"writing {folder}: {failures_of(error)}") from error
         self.forms = forms
         return writer.names
 
 
 class DcpWriter(dcp.FileSystemWriter):
-    """DCP's writer; keeps the errors that its threads would lose.
+    """DCP's writer, which also raises errors of its threads.
 
-    Their files would be missing from a checkpoint that counts as saved.
+    DCP would lose these errors, and count a checkpoint with missing files as saved.
     """
 
     def __init__(self, folder: Path, files: int) -> None:
-        # The publisher syncs the files. Copying ahead would make the training stream wait, so it is
-        # off.
+        # The publisher syncs the files. Copying ahead is off, since the training stream would wait.
         super().__init__(folder, sync_files=False, thread_count=files, per_thread_copy_ahead=0)
         cast(Any, self.fs).create_stream = self.create
         self.errors: list[Exception] = []
@@ -122,13 +122,13 @@ class DcpWriter(dcp.FileSystemWriter):
 
     @contextlib.contextmanager
     def create(self, path: Any, mode: str) -> Iterator[Any]:
-        """Create a file; an error is kept, and DCP continues."""
+        """Create a file; an error is stored in `errors`, and DCP continues."""
         stream = None
         try:
             with naming(path), path.open(mode) as stream:
                 yield stream
         except Exception as error:
-            # No thread writes the index, so its error is not lost.
+            # The index is not written by a thread, so DCP does not lose its error.
             if path.name.startswith(DCP_INDEX):
                 raise
             self.errors.append(error)
@@ -139,17 +139,17 @@ class DcpWriter(dcp.FileSystemWriter):
             self.names.append(path.name.removesuffix(".tmp"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
-        """Write this rank's files; raise the first error that a thread had."""
+        """Write this rank's files; raise the first error of a thread."""
         results = super().write_data(plan, planner)
         if self.errors:
             raise self.errors[0]
         if len(results.value()) < len(plan.items):
-            raise CheckpointError("a thread of DCP did not end its file")
+            raise CheckpointError("a writer thread of DCP did not finish its file")
         return results
 
 
 def failures_of(error: dcp.CheckpointException) -> str:
-    """Return the errors of the ranks, each text once with the first rank that had it; at most 4."""
+    """Return up to four different errors, each with the first rank that has it."""
     texts: dict[str, str] = {}
     for rank, (failure, _) in sorted(error.failures.items()):
         text = reason_of(failure)
@@ -159,7 +159,7 @@ def failures_of(error: dcp.CheckpointException) -> str:
 
 
 def forget_plans(cache: str) -> None:
-    """Remove what DCP has cached under a name."""
+    """Remove DCP's cached plans under a key."""
     SavePlanner._cached_save_plan.pop(cache, None)
     SavePlanner._cached_final_save_plan.pop(cache, None)
     SavePlanner._cached_all_plans.pop(cache, None)
@@ -173,12 +173,12 @@ def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
 
 
 def divided(tensors: Tensors, group: Group) -> Tensors:
-    """Return the tensors that this rank writes: about as many bytes as each other holder writes.
+    """Return the tensors that this rank writes, so that all holders write about as many bytes.
 
-    The largest tensor first, each goes to the holder that has the least to write so far. Ranks that
-    hold the same tensors compute the same division.
+    A holder is a rank that has the same shard. From the largest tensor to the smallest, each goes
+    to the holder with the least to write so far. All holders compute the same result.
     """
-    # The bytes that each holder writes, by the number of holders.
+    # For each number of holders, the bytes that each holder writes.
     loads: dict[int, list[int]] = {}
     mine: set[str] = set()
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -194,13 +194,13 @@ def divided(tensors: Tensors, group: Group) -> Tensors:
 
 
 class DcpDirectory:
-    """Tensors in a directory of DCP, by names as in "model.norm.weight".
+    """Tensors in a DCP directory, with names such as "model.norm.weight".
 
-    `forms` are tensors without data, of their shapes and dtypes, by name.
+    `forms` maps each name to a tensor of its shape and dtype, without data.
     """
 
     def __init__(self, path: Path, files: Iterable[str]) -> None:
-        """`files`: the names that the index may refer to."""
+        """Read the index, which may refer only to `files`."""
         self.path = path
         self.forms: Tensors = {}
         with reading(path):
@@ -211,7 +211,7 @@ class DcpDirectory:
             if unknown:
                 raise pickle.UnpicklingError(f"{DCP_INDEX} points to {unknown.pop()!a:.200}")
             for name in names:
-                # DCP would follow a link; this refuses one.
+                # DCP would follow a link; this call raises for one.
                 open_regular(path / name).close()
             for name, entry in self.index.state_dict_metadata.items():
                 # Other entries are pickled objects, which are never read.
@@ -220,15 +220,15 @@ class DcpDirectory:
                     self.forms[name] = torch.empty(entry.size, dtype=dtype, device="meta")
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run, of sharded ones the shards of this rank.
+        """Copy values into tensors of the run; into sharded tensors, only this rank's shard.
 
-        Collective; CheckpointError, on every rank, when any rank failed.
+        Collective. Raises CheckpointError, on every rank, when any rank failed.
         """
         with group.together():
             check_shapes(self.forms, targets)
         planner = dcp.DefaultLoadPlanner()
         reader = dcp.FileSystemReader(self.path)
-        # Their own methods would unpickle anything.
+        # The original methods would unpickle anything.
         cast(Any, planner).load_bytes = _refuse_object
         cast(Any, reader).read_metadata = self._read_metadata
         with reading(self.path), warnings.catch_warnings():
@@ -243,8 +243,8 @@ class DcpDirectory:
                     no_dist=group.process_group is None,
                 )
             except dcp.CheckpointException as error:
-                # A BaseException, which DCP raises on all ranks.
-                text = f"reading {self.path} was refused: {failures_of(error)}"
+                # DCP raises this BaseException on all ranks.
+                text = f"{self.path} cannot be loaded: {failures_of(error)}"
                 raise CheckpointError(text) from error
 
     def _read_metadata(self, *arguments: Any, **options: Any) -> Any:
@@ -256,9 +256,9 @@ def _refuse_object(item: Any, value: Any) -> None:
 
 
 class IndexUnpickler(pickle._Unpickler):
-    """Reads the index of a DCP checkpoint, which consists of a few harmless classes.
+    """Reads the index of a DCP checkpoint, and accepts only a few harmless classes.
 
-    It is the unpickler in Python, since the one in C has no method for BUILD to override.
+    It extends Python's unpickler, since the one in C does not allow overriding the BUILD opcode.
     """
 
     stack: list[Any]
@@ -266,14 +266,14 @@ class IndexUnpickler(pickle._Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         """Return the class of that name if DCP writes it; UnpicklingError for any other."""
-        # Python 3.13 has its paths in pathlib._local.
+        # Python 3.13 pickles paths as pathlib._local.
         module = module.removesuffix("._local")
         if f"{module}.{name}" not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.200}")
         return getattr(importlib.import_module(module), name)
 
     def load_build(self) -> None:
-        """Set the attributes of an object, but not of a class, which would stay for the process."""
+        """Set attributes of an object; refuse those of a class, which would affect the process."""
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # pyright: ignore

@@ -1,4 +1,4 @@
-"""Open the tensors of a checkpoint, or those that anybody has saved, whatever their format."""
+"""Open the tensors of a checkpoint, or of a file or folder of weights in any supported format."""
 
 import os
 from typing import Any
@@ -10,22 +10,22 @@ from .tensors import OneFile, Source
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open a verified checkpoint; or, with manifest {}, a file or directory of tensors.
+    """Open a verified checkpoint or, with manifest {}, a file or directory of tensors.
 
-    On one rank alone: all ranks open it, each for itself. What a checkpoint leaves out is read from
-    its base.
+    Not collective: each rank opens it for itself. Weights that a checkpoint leaves out are read
+    from its base.
     """
     source = open_saved(path, manifest)
     if "base" not in manifest:
         return source
-    # Few runs have one.
+    # Imported here, since few runs have a base.
     from .base import WithBase
 
     return WithBase(source, manifest)
 
 
 def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile | DcpDirectory:
-    """Open what is in a checkpoint itself."""
+    """Open the tensors that the checkpoint itself contains."""
     local = local_copy(path, manifest).folder
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
@@ -35,5 +35,5 @@ def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile | DcpDirectory:
     try:
         return DcpDirectory(local, files)
     except CheckpointError:
-        # One wrong read of the index must not end a run.
+        # Try again: a single bad read of the index must not end a run.
         return DcpDirectory(local, files)

@@ -1,4 +1,4 @@
-"""Open the tensors of a checkpoint, or those that anybody has saved in one file."""
+"""Open the tensors of a checkpoint, or of a file of weights from anywhere."""
 
 from typing import Any
 
@@ -9,27 +9,27 @@ from .tensors import OneFile, Source
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open a verified checkpoint; or, with manifest {}, a file of tensors.
+    """Open a verified checkpoint or, with manifest {}, a file of tensors.
 
-    What a checkpoint leaves out is read from its base.
+    Weights that a checkpoint leaves out are read from its base.
     """
     source = open_saved(path, manifest)
     if "base" not in manifest:
         return source
-    # Few runs have one.
+    # Imported here, since few runs have a base.
     from .base import WithBase
 
     return WithBase(source, manifest)
 
 
 def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile:
-    """Open what is in a checkpoint itself."""
+    """Open the tensors that the checkpoint itself contains."""
     local = local_copy(path, manifest).folder
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
     if not (local / WHOLE_FILE).exists():
         raise UserError(
-            f"{path} was saved in parts, which this project does not read: with the project that "
-            "saved it, `export` it as a .pt file"
+            f"{path} is a sharded checkpoint, which this project does not read: `export` it to a "
+            ".pt file with the project that saved it"
         )
     return OneFile(local / WHOLE_FILE)

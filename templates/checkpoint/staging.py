@@ -1,13 +1,13 @@
-"""Staging: copies of this rank's tensors in host buffers, which a thread then writes.
+"""Stage a save: copy this rank's tensors to host buffers, from which a thread writes them.
 
-The buffers (pinned for CUDA) live as long as the run, since the first touch of fresh memory costs
-fifty times the copy. Which stream waits for which, on CUDA:
+The buffers (pinned for CUDA) are reused for the whole run, since touching fresh memory costs fifty
+times as much as the copy. On CUDA, the streams wait for each other as follows:
 
-1. the copying stream waits for the training stream, whose last step wrote the tensors;
-2. the training stream waits, before the optimizer steps, for the event that ends the copies;
-3. the thread waits for that event on the host, before it reads the buffers.
+1. the copy stream waits for the training stream, whose last step wrote the tensors;
+2. before the optimizer steps, the training stream waits for the event after the copies;
+3. before it reads the buffers, the thread waits on the host for that event.
 
-On a CPU the thread itself copies.
+On a CPU the thread itself makes the copies.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import nn
 from ..distributed import parallel
 from .tensors import Tensors
 
-# numpy does not know every dtype. A copy only moves bits, so a dtype of the same size will do.
+# NumPy lacks some dtypes. A copy only moves bits, so any dtype of the same size works.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 CACHE_LINE = 64
 # The smallest block has 2 ** 20 bytes.
@@ -34,7 +34,7 @@ class HostBuffers:
         self.buffers: Tensors = {}
         # Targets and sources that `finish` has to copy, on a CPU.
         self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # The stream of the copies, and the event that ends them, on CUDA.
+        # On CUDA, the stream of the copies, and the event after them.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
 
@@ -44,7 +44,7 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def allocate(self, tensors: Tensors) -> None:
-        """Make buffers for tensors that have none of their shape and dtype."""
+        """Allocate buffers for tensors that do not have one of their shape and dtype."""
         missing: Tensors = {}
         for name, tensor in tensors.items():
             local = parallel.local_part(tensor)
@@ -55,9 +55,9 @@ class HostBuffers:
             self.buffers |= in_blocks(missing, pinned=self.stream is not None)
 
     def copy(self, tensors: Tensors) -> Tensors:
-        """Begin to copy; returns the copies, which are complete after `finish`.
+        """Start copying; return the copies, which are complete after `finish`.
 
-        The model's buffers are copied at once, since the next forward changes them.
+        The model's buffers are copied first, since the next forward may change them.
         """
         self.allocate(tensors)
         parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
@@ -68,7 +68,7 @@ class HostBuffers:
             target = self.buffers[name]
             copies[name] = parallel.with_local_part(tensor, target)
             if name.startswith("model.") and name not in parameters:
-                # On CUDA the training stream copies it, and so does that before the next forward.
+                # On CUDA the training stream makes this copy, and so before the next forward.
                 target.copy_(source, non_blocking=self.stream is not None)
             else:
                 later.append((target, source))
@@ -78,7 +78,7 @@ class HostBuffers:
         if self.device.type == "cpu":
             self.to_copy = later
         elif self.stream is None:
-            # This device has no streams by which a second thread could wait.
+            # Other devices have no streams for which a second thread could wait.
             torch._foreach_copy_(targets, sources)
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -89,29 +89,29 @@ class HostBuffers:
         return copies
 
     def finish(self) -> None:
-        """Complete the copies, on the thread: wait for the device, or copy them here."""
+        """Complete the copies in the thread: wait for the device, or copy on the CPU."""
         if self.event is not None:
             self.event.synchronize()
-        # numpy copies on one core and releases Python's lock. A torch copy on a second thread would
-        # start a second pool of OpenMP threads; with more of them than cores, every later step of
-        # training is slower (by a third on two cores).
+        # NumPy copies on one core and releases the GIL. A torch copy in this thread would start a
+        # second OpenMP pool; with more threads than cores, every later training step would be
+        # slower (by a third on two cores).
         for target, source in self.to_copy:
             bits = BITS[source.itemsize]
             target.view(bits).numpy()[...] = source.view(bits).numpy()
         self.to_copy = []
 
     def begin_thread(self) -> None:
-        """Set the device of a new thread, which would otherwise work on GPU 0."""
+        """Set the device of a new thread, which would otherwise use GPU 0."""
         if self.stream is not None:
             torch.cuda.set_device(self.device)
 
 
 def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
-    """Make host tensors like these, in a few blocks of memory, since each allocation takes long.
+    """Allocate host tensors like these in a few large blocks, since each allocation is slow.
 
-    The pinned allocator rounds a block up to a power of two, so blocks have such sizes: at least
-    1 MB, at least the largest tensor, and at most what is left to place, so that all but the last
-    one are full. Each block takes the largest tensors that still fit.
+    The pinned allocator rounds up to powers of two, so these are the sizes of blocks: at least 1 MB
+    and the largest tensor, otherwise at most the bytes still to place, so that only the last block
+    has unused memory. Each block takes the largest tensors that still fit.
     """
     placed: Tensors = {}
     left = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
@@ -131,16 +131,17 @@ def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
                 too_large.append(name)
             else:
                 placed[name] = part_of(block, used, like)
-                # The next one starts at a multiple of a cache line.
+                # The next tensor starts at a multiple of a cache line.
                 used += math.ceil(like.nbytes / CACHE_LINE) * CACHE_LINE
         left = too_large
     return placed
 
 
 def part_of(block: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `like` whose memory is a part of a block of bytes.
+    """Return a tensor like `like` in the memory of a block, from byte `start` on.
 
-    numpy gives it a storage of its own size. If the block were its storage, DCP would copy it.
+    Going through NumPy gives it a storage of its own size. With the block as its storage, DCP would
+    copy the tensor.
     """
     part = torch.from_numpy(block.numpy()[start : start + like.nbytes])
     return part.view(like.dtype).view(like.shape)

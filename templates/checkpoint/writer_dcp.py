@@ -1,4 +1,4 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): ranks write their shards; training waits."""
+"""Write sharded checkpoints with torch.distributed.checkpoint (DCP) while training waits."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -24,9 +24,9 @@ class CheckpointConfig(StorageConfig):
 
 
 class Writer:
-    """Saves in the loop; every rank continues when the checkpoint is published."""
+    """Saves in the training loop, which continues once the checkpoint is published."""
 
-    # It needs no buffers, and an error is raised at once.
+    # There are no buffers to prepare, and errors are raised at once.
     staged_bytes = 0
     prepared = True
     failed = False
@@ -43,16 +43,16 @@ class Writer:
         """Do nothing, since there are no buffers to allocate."""
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Do the job, which calls `complete` and `write`, while training waits; raise its error."""
+        """Run the job, which calls `complete` and `write`, while training waits."""
         self.staged = divided(tensors, self.group)
         try:
             job(*arguments)
         finally:
-            # An optimizer may replace its tensors: a reference would keep the old ones in memory.
+            # An optimizer may replace its tensors; a reference would keep the old ones in memory.
             self.staged = {}
 
     def complete(self) -> None:
-        """Check what is to be written; CheckpointError for a NaN."""
+        """Check the tensors to write; raises CheckpointError for a NaN."""
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:

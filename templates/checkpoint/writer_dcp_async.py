@@ -1,10 +1,10 @@
-"""Checkpoints by torch.distributed.checkpoint (DCP): ranks write their shards in the background.
+"""Write sharded checkpoints with torch.distributed.checkpoint (DCP) in the background.
 
-A save first copies this rank's tensors into host buffers (staging.py). That overlaps with the next
-forward and backward, which only read parameters, and must be over before the optimizer changes
-them. A thread then writes, hashes and publishes, over a process group of its own. One save is in
-flight at a time. After a failure, the loop reads `failed` and tells it to all ranks with its
-control word; then all of them call `settle`, which raises it.
+A save first copies this rank's tensors into host buffers (staging.py). The copies overlap with the
+next forward and backward, which only read parameters, and end before the optimizer changes them. A
+thread then writes, hashes and publishes, using its own process group. Only one save is in flight at
+a time. After a failure, the loop sees `failed` and sends it to all ranks with the flags of
+`Stop.poll`; then all of them call `settle`, which raises the error.
 """
 
 import logging
@@ -27,7 +27,7 @@ from .storage import StorageConfig
 from .tensors import Tensors, refuse_nan
 
 log = logging.getLogger(__name__)
-# Seconds of waiting for a save that are worth a warning.
+# Warn if training waits longer than this for a save (seconds).
 LONG_WAIT = 1.0
 
 
@@ -40,9 +40,10 @@ class CheckpointConfig(StorageConfig):
 
 
 def steps_of_a_save(every: int, seconds: float, waited: float) -> int:
-    """Return how many steps fit into a save: `every` of them trained while training did not wait.
+    """Return how many training steps take as long as a save.
 
-    `seconds` is the time from the start of that save to the start of the next one.
+    `seconds` is the time from the start of that save to the start of the next one. In this time
+    `every` steps were trained, and training waited for `waited` seconds.
     """
     training = max(seconds - waited, 1e-3)
     return math.ceil(every * seconds / training)
@@ -62,23 +63,23 @@ class Writer:
         self.buffers = HostBuffers(model, device)
         # Whether the buffers are allocated.
         self.prepared = False
-        # What is written, and the end of its copying: of the save in flight, or of the last one.
+        # The staged tensors of the current or last save, and the end of their copying.
         self.staged: Tensors = {}
         self.copied: Future[None] | None = None
-        # Whether the optimizer has to wait for the copies, which it does once in a save.
+        # Whether the optimizer must still wait for the copies; it waits once per save.
         self.must_wait = False
         # The save in flight.
         self.writing: Future[None] | None = None
-        # Seconds that training waited for the last save, and whether that was warned of.
+        # Seconds that training waited for the last save, and whether a warning was logged.
         self.waited = 0.0
         self.warned = False
-        # When the last save began.
+        # The start of the last save.
         self.began = time.perf_counter()
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)
 
     @property
     def failed(self) -> bool:
-        """Return whether the save in flight has failed, as far as this rank knows by now."""
+        """Return whether the save in flight is known to have failed on this rank."""
         if self.writing is None or not self.writing.done():
             return False
         return self.writing.exception() is not None
@@ -89,19 +90,20 @@ class Writer:
         return self.buffers.size
 
     def prepare(self, tensors: Tensors) -> None:
-        """Allocate the buffers for what this rank will write, which takes long, before a save."""
+        """Allocate this rank's buffers before the first save, since that is slow."""
         self.prepared = True
         self.buffers.allocate(divided(tensors, self.group))
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Begin to copy the tensors; then do the job, which calls `complete` and `write`."""
+        """Start copying the tensors, then run the job, which calls `complete` and `write`."""
         now = time.perf_counter()
         if self.waited > LONG_WAIT and self.group.is_first and not self.warned:
-            # Once in a run: metrics.jsonl has each wait.
+            # Warn once per run; metrics.jsonl has each wait.
             self.warned = True
             every = steps_of_a_save(self.every, now - self.began, self.waited)
             text = (
-                "training waited %.1f s for the save before to end: raise --checkpoint.every to %d"
+                "training waited %.1f s for the previous save: raise --checkpoint.every to %d or "
+                "more"
             )
             log.warning(text, self.waited, every)
         self.began = now
@@ -111,7 +113,7 @@ class Writer:
         self.writing = self.thread.submit(job, *arguments)
 
     def complete(self) -> None:
-        """Wait until the copies are complete, and check them; CheckpointError for a NaN."""
+        """Wait until the copies are complete, and check them; raises CheckpointError for a NaN."""
         if self.copied is not None:
             self.copied.result()
         refuse_nan(self.staged, self.model)
@@ -126,14 +128,14 @@ class Writer:
             return
         self.must_wait = False
         if self.buffers.event is not None:
-            # What the device does next waits for the copies. The host does not wait.
+            # The device waits for the copies before its next work; the host does not wait.
             torch.cuda.current_stream(self.device).wait_event(self.buffers.event)
         elif self.copied is not None:
-            # This waits. An error is raised by `complete`, on the thread.
+            # Only wait here; `complete` raises an error, in the thread.
             self.copied.exception()
 
     def settle(self) -> None:
-        """Wait for the save in flight; raises what it raised."""
+        """Wait for the save in flight, and raise its error if it failed."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None
@@ -143,5 +145,5 @@ class Writer:
             self.waited = time.perf_counter() - started
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         self.thread.shutdown()

@@ -1,6 +1,6 @@
-"""Checkpoints as one `torch.save` file, gathered on rank 0 while training waits.
+"""Write checkpoints as one `torch.save` file, gathered on rank 0 while training waits.
 
-The simplest thing to open elsewhere: `torch.load("state.pt")["model"]`.
+It is easy to open elsewhere: `torch.load("state.pt")["model"]`.
 """
 
 from collections.abc import Callable
@@ -20,13 +20,13 @@ from .tensors import Tensors, nested, refuse_nan
 
 @dataclass(frozen=True)
 class CheckpointConfig(StorageConfig):
-    """Saved whole, by rank 0."""
+    """Settings of checkpoints, which rank 0 writes as one file."""
 
 
 class Writer:
-    """Saves in the loop; every rank continues when the checkpoint is published."""
+    """Saves in the training loop, which continues once the checkpoint is published."""
 
-    # It needs no buffers, and an error is raised at once.
+    # There are no buffers to prepare, and errors are raised at once.
     staged_bytes = 0
     prepared = True
     failed = False
@@ -42,16 +42,16 @@ class Writer:
         """Do nothing, since there are no buffers to allocate."""
 
     def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Do the job, which calls `complete` and `write`, while training waits; raise its error."""
+        """Run the job, which calls `complete` and `write`, while training waits."""
         self.staged = tensors
         try:
             job(*arguments)
         finally:
-            # An optimizer may replace its tensors: a reference would keep the old ones in memory.
+            # An optimizer may replace its tensors; a reference would keep the old ones in memory.
             self.staged = {}
 
     def complete(self) -> None:
-        """Check what is to be written; CheckpointError for a NaN."""
+        """Check the tensors to write; raises CheckpointError for a NaN."""
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
@@ -76,8 +76,8 @@ def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
     gathered: Tensors = {}
     error: Exception | None = None
     for name, tensor in tensors.items():
-        # One by one, so that only rank 0 has all full tensors in memory. After an error this rank
-        # gathers on, since the other ranks would wait for it; the error is raised in the block.
+        # Tensors are gathered one by one, so that only rank 0 has all of them in memory. After an
+        # error this rank keeps gathering, since others wait for it; the block below raises it.
         try:
             whole = parallel.full_tensor(tensor)
             if group.is_first:

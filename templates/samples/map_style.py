@@ -1,8 +1,8 @@
-"""The order of the samples, as a pure function of (seed, position), and the loader of batches.
+"""Compute the order of samples as a pure function of (seed, position), and load batches.
 
-Training reads one endless stream of samples. Position p is in epoch p // N, at index p % N of the
-permutation of (seed, epoch); global batch k has the positions k * B ... (k + 1) * B - 1. No index
-array is built and no loader state is saved: reading any batch of any dataset costs the same.
+The order of N samples is endless. Position p is in epoch p // N, at index p % N of the permutation
+for (seed, epoch). Global batch k of B samples has positions k * B ... (k + 1) * B - 1. There is no
+index array and no loader state to save, so seeking to any batch is O(1).
 """
 
 import contextlib
@@ -35,19 +35,19 @@ from .worker_errors import shortage, start_workers
 if TYPE_CHECKING:
     from .config import TrainConfig
 
-# Seconds that a batch may take after a stop signal. The save comes after it.
+# Seconds to wait for a batch after a stop signal, before the save.
 PATIENCE = 20.0
-# A wait that does not even notice that this time is over is ended so many seconds later.
+# If the wait itself hangs, the workers are killed so many seconds after that.
 AFTER_PATIENCE = 7.0
-# Seconds after which a wait for the workers looks for a stop signal.
+# While waiting for workers, check for a stop signal at this interval (seconds).
 POLL = 5.0
-# Seconds that a batch may take that is read by `read_apart`.
+# Time limit of a batch in `read_apart` (seconds).
 READ_APART = 120.0
-# The name of the loader's part of a step in a trace.
+# The label of the wait for data in profiler traces.
 WAITING = "waiting for data"
 
-# Random numbers of different purposes have nothing to do with each other, even with one seed: the
-# purpose is a word of their key.
+# The purpose is part of the key of random numbers, so that different purposes get independent
+# numbers from one seed.
 ORDER = 0
 AUGMENTATION = 1
 STEP = 2
@@ -56,7 +56,7 @@ MIXTURE = 4
 DRAWS = 5
 VALIDATION_DRAWS = 6
 
-# Positions whose ids are computed at once: about 10 ns each, against 300 ns one batch at a time.
+# The number of ids computed at once: about 10 ns each, compared with 300 ns batch by batch.
 BLOCK = 16384
 
 
@@ -66,13 +66,13 @@ def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
 
 
 def seed_random(*words: int, device: torch.device | None = None) -> None:
-    """Make random numbers a function of these words, so that no generator's state is saved.
+    """Seed generators with these words, so that their states need not be saved.
 
-    With a device, those of torch on the CPU and there; without one, those that a dataset may draw:
-    of torch on the CPU, NumPy and Python.
+    With a device, it seeds torch on the CPU and on the device. Without one, it seeds the generators
+    that a dataset may use: torch on the CPU, NumPy and Python.
     """
     key = stream_key(*words) >> 1
-    # torch.manual_seed seeds all devices, which takes a hundred times as long.
+    # Not torch.manual_seed, which seeds all devices and takes a hundred times as long.
     torch.default_generator.manual_seed(key)
     if device is None:
         np.random.seed(key & 0xFFFFFFFF)
@@ -84,7 +84,7 @@ def seed_random(*words: int, device: torch.device | None = None) -> None:
 
 
 class GlobalBatches:
-    """The sample ids of every global batch, the same whatever the number of ranks.
+    """The sample ids of every global batch, independent of the number of ranks.
 
     Orders of different `purpose` are independent, even with the same seed.
     """
@@ -94,7 +94,7 @@ class GlobalBatches:
         self.batch_size = batch_size
         self.seed = seed
         self.purpose = purpose or (ORDER,)
-        # Ids are computed for a block of batches at a time; the last block is kept.
+        # Ids are computed for a block of batches at a time, and the last block is cached.
         self.per_block = max(1, BLOCK // batch_size)
         self.block = -1
         self.ids_of_block = np.empty(0, np.int64)
@@ -130,26 +130,26 @@ class GlobalBatches:
 
 
 def fixed_subset(size: int, count: int) -> np.ndarray:
-    """Choose the same `count` ids of 0 ... size - 1 each time, shuffled (0: all of them)."""
+    """Choose `count` ids of 0 ... size - 1 (0: all), always the same ones, in shuffled order."""
     return Permutation(size, stream_key(0, SUBSET))(np.arange(min(count or size, size)))
 
 
 class MicroBatch(NamedTuple):
-    """Which samples of a global batch go through the model at once."""
+    """The samples of a global batch that go through the model at once."""
 
     # Their indices in the global batch.
     indices: slice
-    # The factor of their loss, gradients and counts: 1.0, or 0.0 for padding.
+    # A factor for their loss, gradients and counts: 1.0, or 0.0 for padding.
     weight: float
 
 
 def micro_batches(
     size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0
 ) -> list[MicroBatch]:
-    """Divide a batch of `size` samples, from index `first` on; return this rank's micro-batches."""
-    # The ranks take consecutive slices of near-equal size, and cut each into near-equal
-    # micro-batches: 9 samples in micro-batches of up to 8 are 5 and 4. With 8 and 1 the batch
-    # statistics of the single sample would fail.
+    """Split `size` samples of a batch, from index `first` on; return this rank's micro-batches."""
+    # Each rank gets a consecutive slice of nearly equal size, split into nearly equal
+    # micro-batches: 9 samples in micro-batches of up to 8 become 5 and 4. With 8 and 1, batch
+    # normalization would fail on the single sample.
     start = first + size * rank // ranks
     stop = first + size * (rank + 1) // ranks
     # Forward and backward may contain collectives, which every rank must enter. So every rank gets
@@ -161,8 +161,8 @@ def micro_batches(
         if low < high:
             result.append(MicroBatch(slice(low, high), 1.0))
         else:
-            # This rank has fewer samples than micro-batches. It pads with the batch's first sample
-            # at weight 0, which adds nothing to the loss, the gradients or the counts. Its other
+            # This rank has fewer samples than micro-batches. Pad with the batch's first sample at
+            # weight 0, which adds nothing to the loss, the gradients or the counts. Its other
             # micro-batches have one sample each, so padding costs no more than they do.
             result.append(MicroBatch(slice(first, first + 1), 0.0))
     return result
@@ -174,17 +174,17 @@ def divide_up(numerator: int, denominator: int) -> int:
 
 
 def check_dataset(dataset: Any, name: str) -> None:
-    """Check that it is a map-style dataset with at least one sample (UserError)."""
+    """Raise UserError unless the dataset is map-style and has at least one sample."""
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     is_map_style = has_items and hasattr(dataset, "__len__")
     if isinstance(dataset, IterableDataset) or not is_map_style:
         raise UserError(
             f"the {name} data (build_datasets in data.py) is a {type(dataset).__name__}: it needs "
-            "__len__, and __getitem__ or __getitems__. Write a stream to files first, or render "
-            "with samples=stream"
+            "__len__, and __getitem__ or __getitems__. Write a stream to files first, or create "
+            "the project with samples=stream"
         )
     if not len(dataset):
-        raise UserError(f"the {name} data is empty")
+        raise UserError(f"the {name} data (build_datasets in data.py) is empty: check its path")
 
 
 def fetch(
@@ -195,16 +195,15 @@ def fetch(
 ) -> Any:
     """Read samples as one batch of tensors.
 
-    `dataset.__getitems__(ids)` may return a finished batch, or a list of samples to collate; a
-    dataset with `__getitem__` alone works too. If the dataset has `collate(samples) -> batch`, that
-    makes the batch of such samples, in place of collate.py. With `keys` (uint64, one per sample),
-    the dataset's `augment(batch, keys)` changes the batch. Both are found within torch's `Subset`.
-    `draws` (a key, the first sample's position) seeds the global random numbers, unless the dataset
-    says `draws = False`, which saves 10 us a sample, or a batch with `__getitems__`.
+    A dataset has `__getitem__`, or `__getitems__(ids)`, which returns a whole batch or a list of
+    samples. Samples become a batch with the dataset's `collate(samples) -> batch`, otherwise with
+    collate.py. With `keys` (uint64, one per sample), the dataset's `augment(batch, keys)` changes
+    the batch. Both methods are also found inside torch's `Subset`. `draws` (a key and the first
+    sample's position) seeds the global random generators, unless the dataset sets `draws = False`,
+    which saves 10 us per sample (with `__getitems__`, per batch).
     """
-    # The seed is a function of the position, not of the rank, the worker or what was read before.
-    # So a sample gets the same random numbers on any number of ranks and workers, and after a
-    # resume.
+    # The seed depends only on the position. So a sample gets the same random numbers with any
+    # number of ranks and workers, and after a resume.
     is_seeded = draws is not None and getattr(dataset, "draws", True)
     key, position = draws or (0, 0)
     if reads_batches(dataset):
@@ -225,12 +224,12 @@ def fetch(
 
 
 class _BatchReader(Dataset):
-    """Reads micro-batches by (step, micro-batch); loader workers compute the ids themselves."""
+    """Reads the micro-batch at (step, micro-batch); loader workers compute the ids themselves."""
 
     def __init__(self, dataset: Any, order: GlobalBatches, augments: bool) -> None:
         self.dataset = dataset
         self.order = order
-        # Whether the dataset's `augment` is called, if it has one.
+        # Whether to call the dataset's `augment`, if it has one.
         self.augments = augments
         self.draws = stream_key(order.seed, DRAWS)
 
@@ -246,7 +245,7 @@ class _BatchReader(Dataset):
 
 
 class Loader:
-    """This rank's micro-batches, step after step; `seconds` is the time that the loop waited."""
+    """Loads this rank's micro-batches, step by step; `seconds` is the time that the loop waited."""
 
     def __init__(
         self,
@@ -258,7 +257,7 @@ class Loader:
         augments: bool = True,
     ) -> None:
         self.source = _BatchReader(dataset, order, augments)
-        # The number of samples, None for a stream.
+        # The number of samples; None for a stream.
         self.size = len(dataset) if hasattr(dataset, "__len__") else None
         self.plan = plan
         self.workers = workers
@@ -266,26 +265,25 @@ class Loader:
         self.step = 0
         self.seconds = 0.0
         self.iterator: Any = None
-        # When the loop began to wait for the workers, and what knows of stop signals.
+        # The start of the current wait for workers (time.monotonic()); infinity without one.
         self.asked = math.inf
         self.stop: Stop | None = None
-        # Whether the workers did not answer in time.
+        # Whether the workers did not respond in time after a stop signal.
         self.gave_up = False
 
     def position(self) -> dict[str, Any]:
-        """Return what a manifest must hold to resume here: nothing, the step is enough."""
+        """Return the loader's state for the manifest: nothing, since the step is enough."""
         return {}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
-        """Continue with global batch `step` of a restored run; costs the same for any step."""
+        """Continue with global batch `step` of a restored run; O(1) for any step."""
         self.close()
         self.step = step
 
     def next(self, stop: Stop | None = None) -> list[Any]:
         """Return the micro-batches of the next step, in the order of the plan.
 
-        After a signal that `stop` has received, the workers' next batch is waited for `PATIENCE` at
-        most (KeyboardInterrupt).
+        Raises KeyboardInterrupt if, after a stop signal, the workers take longer than `PATIENCE`.
         """
         started = time.perf_counter()
         with annotated(WAITING):
@@ -299,11 +297,11 @@ class Loader:
         return batches
 
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
-        """Read the micro-batches of any step by any plan, in this process."""
+        """Read the micro-batches of any step and plan in this process."""
         return [self.source[step, micro_batch] for micro_batch in plan]
 
     def _wait(self, stop: Stop | None) -> Any:
-        """Return the workers' next batch; after a stop signal, wait for `PATIENCE` at most."""
+        """Return the workers' next batch; after a stop signal, wait at most `PATIENCE`."""
         if self.iterator is None:
             loader = self._data_loader(self.source, self._items(self.step), self.workers, POLL)
             self.iterator = start_workers(loader, self.source.dataset)
@@ -315,7 +313,7 @@ class Loader:
             try:
                 return next(self.iterator)
             except UserError as error:
-                # DataLoader puts the worker's traceback in front of the message.
+                # DataLoader prepends the worker's traceback to the message.
                 raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
             except (RuntimeError, OSError, EOFError) as error:
                 if self.gave_up:
@@ -323,27 +321,27 @@ class Loader:
                 line = shortage(error)
                 if line:
                     raise UserError(line) from None
-                # DataLoader's timeout is the time to look for a stop signal; then it waits again.
-                # Any other error ends the run, and so does a pinning thread that has died, which
-                # DataLoader does not notice when it has a timeout.
+                # After DataLoader's timeout, check for a stop signal, then wait again. Other errors
+                # end the run. So does a dead pinning thread, which DataLoader does not notice when
+                # it has a timeout.
                 pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
                 if not str(error).startswith("DataLoader timed out") or not pinning.is_alive():
                     raise
-                # Each batch has this time, also one that is asked for long after the signal.
+                # Each batch has this time, even if it was requested long after the signal.
                 if self._overdue() > 0:
                     self.gave_up = True
                     raise KeyboardInterrupt("the loader workers do not answer") from None
 
     def _overdue(self) -> float:
-        """Return how long the workers have let a stop wait beyond `PATIENCE`, in seconds."""
+        """Return for how many seconds the workers have exceeded `PATIENCE` after a stop signal."""
         if self.stop is None:
             return -math.inf
         return time.monotonic() - max(self.stop.received_at, self.asked) - PATIENCE
 
     def _watch(self, iterator: Any) -> None:
-        """Kill the workers when a stop waits for them without end; runs on a thread."""
-        # A worker that hangs in C code, and holds Python's lock, cannot hand over the memory of a
-        # batch that it has sent before. For that DataLoader waits without a limit.
+        """Kill the workers if a stop would wait for them forever; runs in a thread."""
+        # A worker that hangs in C code and holds the GIL cannot hand over the shared memory of a
+        # batch that it has already sent. DataLoader waits for that without a limit.
         while self.iterator is iterator and not self.gave_up:
             time.sleep(1.0)
             if self._overdue() > AFTER_PATIENCE:
@@ -352,10 +350,10 @@ class Loader:
                     worker.kill()
 
     def read_apart(self, source: Dataset, items: list[Any]) -> Generator[Any, None, None]:
-        """Read items of a dataset that are not trained on; by a worker, if the run has workers.
+        """Read items of a dataset outside training; in a worker, if the run has workers.
 
-        A file that a dataset opens at its first sample must not be open in this process when the
-        run's workers are forked from it, since all of them would share its position.
+        A dataset may open a file at its first sample. It must not be open in this process when the
+        run's workers are forked, since all of them would share its file position.
         """
         if self.workers == 0:
             for item in items:
@@ -366,7 +364,7 @@ class Loader:
             try:
                 yield from iterator
             finally:
-                # As in `close`.
+                # A worker may hang, as in `close`.
                 try:
                     iterator._shutdown_workers()
                 finally:
@@ -384,26 +382,26 @@ class Loader:
             timeout=timeout,
             pin_memory=self.pin,
             worker_init_fn=_set_up_worker,
-            # Otherwise it would draw a seed from the trainer's random numbers.
+            # Otherwise DataLoader would draw a seed from the trainer's generator.
             generator=torch.Generator(),
         )
 
     def _items(self, first_step: int) -> Iterator[tuple[int, MicroBatch]]:
-        """Yield what the workers are to read: the plan of each step from one on, without end."""
+        """Yield the items for the workers to read: the plan of each step, without end."""
         for step in itertools.count(first_step):
             for micro_batch in self.plan:
                 yield step, micro_batch
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # The iterator's finaliser would stop them too, but a traceback can keep the iterator alive.
-        # Then Python waits at exit for the workers, which ignore its signal.
-        # Nothing is waited for any more, so `_watch` does nothing.
+        # The iterator's finalizer would also stop them, but a traceback can keep the iterator
+        # alive. Then Python would wait at exit for the workers, which ignore its signal.
+        # There is no wait any more, so `_watch` must not act.
         self.asked = math.inf
         if self.iterator is not None:
             if self.gave_up:
-                # DataLoader would wait ten seconds for each worker that hangs. It also raises an
-                # error when a worker is killed, until it has forgotten their numbers.
+                # DataLoader would wait ten seconds for each worker that hangs, so kill them. It
+                # would raise an error for killed workers, so first remove their process ids.
                 signal_handling._remove_worker_pids(id(self.iterator))
                 self.iterator._worker_pids_set = False
                 for worker in self.iterator._workers:
@@ -411,27 +409,27 @@ class Loader:
             try:
                 self.iterator._shutdown_workers()
             finally:
-                # A worker may still hang, and Ctrl-C may have ended the wait for it.
+                # A worker may still hang, and Ctrl-C may have interrupted the wait for it.
                 for worker in self.iterator._workers:
                     worker.kill()
         self.iterator = None
 
 
 def _set_up_worker(worker: int) -> None:
-    # torchrun signals the whole session. A worker that died of it would fail the step that comes
-    # before the last save.
+    # torchrun signals the whole session. If a worker died of that, the step before the last save
+    # would fail.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
 
 
 def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
-    """Send an error in place of a batch that cannot be sent: the trainer would wait for ever."""
+    """Send an error instead of a batch that cannot be sent, so that the trainer does not hang."""
     index, _ = item
     ways_out = "set TMPDIR to a short path, or --train.loader-workers 0"
     line = shortage(error) or f"{error}: {ways_out}"
     problem = UserError(f"a loader worker cannot send a batch: {line}")
-    # A closed queue (ValueError) means that the run ends: nobody waits for this batch.
+    # A closed queue (ValueError) means that the run is ending and does not wait for this batch.
     with contextlib.suppress(ValueError):
         queue.put((index, ExceptionWrapper((UserError, problem, None))))
 
@@ -439,10 +437,10 @@ def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
     """Build the loader of a training set; UserError unless it is a map-style dataset."""
     check_dataset(dataset, "training")
-    # Here an `augment` or `collate` that would not be called is refused before the first step.
+    # Refuse an `augment` or `collate` that would never be called.
     owner_of("augment", dataset)
     owner_of("collate", dataset)
-    # A dataset may bring an order, as a mixture does.
+    # A dataset such as a mixture may define its own order.
     own_order = getattr(dataset, "order", None)
     if own_order:
         order = own_order(train.global_batch_size, train.seed)
@@ -454,6 +452,6 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], worl
         plan,
         train.loader_workers,
         pin=world.device.type == "cuda",
-        # --train.overfit trains on few samples as they are.
+        # --train.overfit trains on a few samples without augmentation.
         augments=not train.overfit,
     )

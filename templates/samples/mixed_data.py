@@ -1,8 +1,8 @@
-"""The data: one source, or several in stated proportions. source.py says what a source is: yours.
+"""Build the data from one source, or from several in given proportions. Your source is source.py.
 
-What the rest relies on: `DataConfig`, and `build_datasets`, which returns two datasets with
-`__len__` and `__getitems__` and a spec with a fingerprint. The spec is a dataclass of plain values,
-since a run saves it in spec.json, for `infer` without data.
+Other modules rely on `DataConfig`, and on `build_datasets`, which returns two datasets with
+`__len__` and `__getitems__`, and a spec with a fingerprint. The spec is a dataclass of plain
+values, since a run saves it as spec.json, from which `infer` reads it without the data.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataConfig(source.DataConfig):
-    """What is read, and how."""
+    """Settings of the data."""
 
     mix: str = ""
     """Sources, folders in `path`, and their weights: a=0.7,b=0.3 (empty: `path` is one source)."""
@@ -32,7 +32,7 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
     if not data.mix:
         return source.build_datasets(config)
     if not data.path:
-        raise UserError("--data.mix names what is below --data.path: give that, too")
+        raise UserError("--data.mix names folders in --data.path: give --data.path, too")
     weights = parse(data.mix)
     training: list[Any] = []
     validation: list[Any] = []
@@ -43,14 +43,14 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
         training.append(train_set)
         validation.append(validation_set)
         specs.append(spec)
-    # One model reads them all, so they may differ in their fingerprints alone.
+    # One model reads all sources, so their specs may differ only in their fingerprints.
     for spec in specs:
         if replace(spec, fingerprint="") != replace(specs[0], fingerprint=""):
             raise UserError(
-                f"--data.mix {data.mix}: a model cannot read all of these, since they differ in "
-                "their vocabulary, tokenizer, end of text or classes"
+                f"--data.mix {data.mix}: one model cannot read all of these sources, since they "
+                "differ in vocabulary, tokenizer, end of text or classes: convert them alike"
             )
-    # The fingerprint names the mixture, so that the error for a resume with another one shows both.
+    # The fingerprint includes the mixture, so that the error after changing it shows both.
     mixture = ",".join(f"{name}={weight}" for name, weight in weights.items())
     digest = fingerprint(*(spec.fingerprint for spec in specs))
     spec = replace(specs[0], fingerprint=f"{digest} mixed {mixture}")

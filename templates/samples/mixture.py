@@ -1,7 +1,7 @@
-"""Mixtures of data: several sources in stated proportions, exact in any window of the order.
+"""Mix several data sources in given proportions, which hold exactly in any window of the order.
 
-Position k of the endless stream of samples holds the n-th sample of one source. Source and n are
-functions of (weights, k), computed in constant time. Each source has its own epochs.
+Position k of the endless order is the n-th sample of one source. The source and n are functions of
+(weights, k), computed in constant time. Each source has its own epochs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,45 +17,48 @@ from .collate import owner_of
 from .errors import UserError
 from .sampling import MIXTURE, GlobalBatches, divide_up
 
-# The most positions in a pattern of sources, which then repeats.
+# The maximum length of the repeating pattern of sources.
 LONGEST = 10_000
 
 
 def parse(text: str) -> dict[str, int]:
-    """Parse "code=0.7,books=0.3" into integer weights by name; UserError if it is not that."""
+    """Parse "code=0.7,books=0.3" into integer weights by name; UserError if that fails."""
     weights: dict[str, Fraction] = {}
     try:
         for item in text.split(","):
             name, weight = item.split("=")
             weights[name.strip()] = Fraction(weight.strip())
     except (ValueError, ZeroDivisionError):
-        raise UserError(f"--data.mix {text!r}: wanted NAME=WEIGHT,NAME=WEIGHT,...") from None
-    # A repeated name has replaced the one before it.
+        raise UserError(f"--data.mix {text!r}: write NAME=WEIGHT,NAME=WEIGHT,...") from None
+    # A repeated name overwrites its first weight.
     is_repeated = len(weights) < text.count("=")
     if is_repeated or "" in weights or min(weights.values()) <= 0:
-        raise UserError(f"--data.mix {text!r}: wanted each name once, and weights above 0")
+        raise UserError(f"--data.mix {text!r}: give each name once, with a weight above 0")
     denominator = lcm(*(weight.denominator for weight in weights.values()))
     numerators = {name: int(weight * denominator) for name, weight in weights.items()}
     divisor = gcd(*numerators.values())
     smallest = {name: numerator // divisor for name, numerator in numerators.items()}
     if sum(smallest.values()) > LONGEST:
-        raise UserError(f"--data.mix {text!r}: give weights of fewer digits (four, of a sum of 1)")
+        raise UserError(
+            f"--data.mix {text!r}: the weights have too many digits; round them to four decimals, "
+            "with a sum of 1"
+        )
     return smallest
 
 
 def pattern(weights: Sequence[int]) -> np.ndarray:
     """Return the source of each position in one period of sum(weights) positions, int64.
 
-    Among the first k positions each source has its fraction of k, to within less than one sample.
-    The n-th sample of a source has a window of positions, and each position goes to the open window
-    that closes first (Liu and Layland, 1973: earliest deadline; Baruah et al., 1996: proportionate
-    progress).
+    Among the first k positions, the count of each source is less than one sample from its exact
+    fraction of k. The n-th sample of a source has a window of allowed positions, and each position
+    goes to the open window that closes first (earliest deadline first: Liu and Layland, 1973;
+    proportionate progress: Baruah et al., 1996).
     """
     period = sum(weights)
     counts = [0] * len(weights)
     sources = np.empty(period, np.int64)
     for position in range(period):
-        # Of each open window: where it closes, and its source. At a tie the first source wins.
+        # The end and the source of each open window. In a tie the first source wins.
         windows: list[tuple[int, int]] = []
         for source, (weight, count) in enumerate(zip(weights, counts, strict=True)):
             opens = count * period // weight
@@ -69,9 +72,9 @@ def pattern(weights: Sequence[int]) -> np.ndarray:
 
 
 class MixedBatches(GlobalBatches):
-    """The sample ids of every global batch of a mixture, the same whatever the number of ranks.
+    """The sample ids of every global batch of a mixture, independent of the number of ranks.
 
-    The samples of the first source have the first ids, then come those of the second.
+    Samples of the first source have the first ids, followed by those of the second, and so on.
     """
 
     def __init__(
@@ -89,7 +92,7 @@ class MixedBatches(GlobalBatches):
         self.before = np.concatenate([none, np.cumsum(is_chosen, axis=0)])
 
     def counts(self, position: int) -> np.ndarray:
-        """Count the samples of each source among the first `position` of the stream, int64."""
+        """Count the samples of each source among the first `position` of the order, int64."""
         periods, offset = divmod(position, len(self.pattern))
         return periods * np.array(list(self.weights.values())) + self.before[offset]
 
@@ -113,12 +116,12 @@ class MixedBatches(GlobalBatches):
 
 
 class Joined:
-    """Datasets one after the other; as training data, mixed by `weights`."""
+    """Concatenates datasets; for training, `order` mixes them by `weights`."""
 
     def __init__(self, datasets: Sequence[Any], weights: Mapping[str, int]) -> None:
         self.datasets = datasets
         self.weights = weights
-        # One more than the last id of each dataset.
+        # For each dataset, its last id plus one.
         self.ends = np.cumsum([len(dataset) for dataset in datasets])
         self.draws = any(getattr(dataset, "draws", True) for dataset in datasets)
         owner = owner_of("augment", datasets[0])
@@ -129,7 +132,7 @@ class Joined:
         return int(self.ends[-1])
 
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
-        """Read a batch, with one call of each dataset that has samples in it."""
+        """Read a batch, with one call of each dataset that has samples in the batch."""
         all_ids = np.asarray(ids)
         dataset_indices = np.searchsorted(self.ends, all_ids, side="right")
         batches: list[dict[str, Tensor]] = []

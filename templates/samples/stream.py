@@ -1,7 +1,7 @@
-"""The loader of training samples: of a map-style dataset (map_style.py), or of a stream.
+"""Load training samples from a map-style dataset (map_style.py) or from a stream.
 
 A stream is an iterable with `state_dict` and `load_state_dict`, like torchdata's nodes and Hugging
-Face's streaming datasets. Each rank reads its own stream, and the manifest has each position.
+Face's streaming datasets. Each rank reads its own stream; the manifest has each rank's position.
 """
 
 import copy
@@ -39,13 +39,13 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 WAYS_OUT = (
-    "give it both, as torchdata's nodes and Hugging Face's streaming data sets have them, or write "
-    "its samples to files and read these by number"
+    "add both, like torchdata's nodes and Hugging Face's streaming datasets, or write the samples "
+    "to files and read them as a map-style dataset"
 )
 
 
 class StreamOrder(GlobalBatches):
-    """The sample ids of a stream: positions."""
+    """The sample ids of a stream, which are positions."""
 
     def ids(self, step: int) -> np.ndarray:
         """Return the sample ids of global batch `step`, int64 of shape [batch_size]."""
@@ -53,10 +53,10 @@ class StreamOrder(GlobalBatches):
 
 
 class StreamLoader(Loader):
-    """This rank's micro-batches, step after step: the next samples of its stream.
+    """Loads this rank's micro-batches from the next samples of its stream, step by step.
 
-    At its end the stream starts over. It is read ahead only before the first step, for
-    measurements. So at a save its position is right behind the samples of the last step.
+    At its end the stream starts over. Samples are read ahead only before the first step, for
+    measurements. So at a save, the stream's position is just after the last step's samples.
     """
 
     def __init__(
@@ -69,8 +69,8 @@ class StreamLoader(Loader):
         self.epoch = 0
         self.group: Group | None = None
         self.stream_iterator: Any = None
-        # This rank's samples of three steps: the first one, which measurements use again and
-        # again, the next one, if it was read ahead, and the last one.
+        # This rank's samples of the first step, which measurements reuse; of the next step, if they
+        # were read ahead; and of the last step.
         self.first: list[Any] = []
         self.ahead: list[Any] = []
         self.last: list[Any] = []
@@ -85,30 +85,29 @@ class StreamLoader(Loader):
         self.ahead = []
         self.step += 1
         self.seconds += time.perf_counter() - started
-        # Refuse a state that no checkpoint can hold now, rather than at the first save.
+        # Refuse a state that cannot be saved now, not only at the first save.
         if is_first:
             self.stream_state()
         return batches
 
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
-        """Return micro-batches of the last step or, without training on them, of the next one."""
+        """Return micro-batches of the last step, or of the next one without advancing."""
         if step < self.step and self.last:
             samples = self.last
         else:
             samples = self._peek()
-        # A plan has indices in the global batch, of which this rank holds only its own slice.
+        # A plan has indices in the global batch, but this rank has only its own slice.
         start = self.plan[0].indices.start
         batches: list[Any] = []
         for micro_batch in plan:
             indices = micro_batch.indices
             chosen = samples[indices.start - start : indices.stop - start]
-            # Samples of a stream have no number but their index in the batch.
+            # Samples of a stream have no ids; errors name their index in the batch.
             batches.append(batch_of(chosen, range(indices.start, indices.stop), self.stream))
         return batches
 
     def _peek(self) -> list[Any]:
-        # What the stream draws for a step depends on seed, step and rank, so a resumed run draws
-        # the same.
+        # The stream's random numbers depend on seed, step and rank, so a resumed run gets the same.
         if not self.ahead:
             seed_random(self.source.draws, self.step, self.world.rank)
         while len(self.ahead) < self.source.order.batch_size // self.world.size:
@@ -122,16 +121,18 @@ class StreamLoader(Loader):
             self.stream_iterator = iter(self.stream)
         for sample in self.stream_iterator:
             return sample
-        # The stream is at its end: an epoch begins.
+        # The stream has ended, so a new epoch begins.
         self._set_epoch(self.epoch + 1)
         self.stream_iterator = iter(self.stream)
         for sample in self.stream_iterator:
             return sample
-        raise UserError("the training stream (build_datasets in data.py) has no samples")
+        raise UserError(
+            "the training stream (build_datasets in data.py) has no samples: check its path"
+        )
 
     def _set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
-        # A stream with `set_epoch` has another order in each epoch.
+        # `set_epoch` gives a stream another order in each epoch.
         if hasattr(self.stream, "set_epoch"):
             self.stream.set_epoch(epoch)
 
@@ -143,7 +144,7 @@ class StreamLoader(Loader):
         return {"streams": self.group.gather(state)}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
-        """Continue with global batch `step`; UserError if the streams cannot."""
+        """Continue with global batch `step`; UserError if the streams cannot resume there."""
         self.group = group
         if step:
             positions = manifest.get("streams")
@@ -152,16 +153,16 @@ class StreamLoader(Loader):
                 before = f"{len(positions)} ranks"
             if not isinstance(positions, list) or len(positions) != group.size:
                 raise UserError(
-                    f"the checkpoint has the stream positions of {before}, and this run has "
-                    f"{group.size}. Resume with as many ranks, or start a new run from its weights "
-                    "(--init-from)"
+                    f"the checkpoint has the stream positions of {before}, but this run has "
+                    f"{group.size}. Resume with the same number of ranks, or start a new run from "
+                    "its weights (--init-from)"
                 )
             with group.together():
                 self.load_stream_state(positions[group.rank])
         self.step = step
 
     def stream_state(self) -> dict[str, Any]:
-        """Return this rank's position; UserError if JSON cannot hold it."""
+        """Return this rank's position; UserError if it cannot be saved as JSON."""
         state = copy.deepcopy(self.stream.state_dict())
         try:
             if json.loads(json.dumps(state)) == state:
@@ -170,8 +171,8 @@ class StreamLoader(Loader):
             pass
         kind = type(self.stream).__name__
         raise UserError(
-            f"state_dict() of the training stream, a {kind}, holds more than dictionaries with "
-            f"names, lists, numbers and text, which are all that a checkpoint keeps of it: {state}"
+            f"state_dict() of the training stream, a {kind}, cannot be saved as JSON: {state}. "
+            "Return only dictionaries with string keys, lists, numbers and strings"
         )
 
     def load_stream_state(self, position: dict[str, Any]) -> None:
@@ -182,16 +183,16 @@ class StreamLoader(Loader):
         # A stream may raise anything.
         except Exception as error:
             raise UserError(
-                f"the training stream cannot resume at its position: {error!r}"
+                f"the training stream cannot resume at its saved position: {error!r}"
             ) from error
-        # The samples that measurements have read ahead are not the next batch.
+        # Samples that were read ahead for measurements are not the next batch.
         self.ahead = []
-        # `_read` starts the stream, once `_peek` has seeded its random numbers.
+        # `_read` starts the stream again, after `_peek` has seeded its random numbers.
         self.stream_iterator = None
 
 
 class _FirstSamples:
-    """A stream's first samples by id, repeated without end, for measurements before training."""
+    """A dataset that repeats a stream's first samples, for measurements before training."""
 
     def __init__(self, loader: StreamLoader) -> None:
         self.loader = loader
@@ -212,16 +213,19 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], worl
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
         raise UserError(f"{kind} without state_dict and load_state_dict: {WAYS_OUT}")
     if train.loader_workers:
-        raise UserError("--train.loader-workers: a stream is read ahead by workers of its own")
+        raise UserError(
+            "--train.loader-workers must be 0 for a stream: let the stream itself read ahead"
+        )
     if train.global_batch_size % world.size:
         raise UserError(
-            f"--train.global-batch-size {train.global_batch_size} of a stream must be a "
-            f"multiple of the {world.size} ranks"
+            f"--train.global-batch-size {train.global_batch_size}: with a stream it must be a "
+            f"multiple of the number of ranks ({world.size})"
         )
     if has_shuffle_buffer(dataset):
         log.warning(
-            "the training stream shuffles in a buffer, which its state_dict() leaves out: a resume "
-            "is not exact, as it passes over the samples in the buffer. Shuffle the files instead"
+            "the training stream shuffles in a buffer, which its state_dict() does not save: a "
+            "resume is not exact, since it skips the samples in the buffer. Shuffle the files "
+            "instead"
         )
     return StreamLoader(dataset, train, plan, world)
 

@@ -1,4 +1,4 @@
-"""Convert text to tokens and back: a token is a byte. Tokens of your own files are numbers here."""
+"""Convert text to tokens, which are bytes, and back; tokens of .bin files are shown as numbers."""
 
 import codecs
 import json
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TextConfig:
-    """Settings of text: none, as a token is a byte."""
+    """Settings of text: there are none, since a token is a byte."""
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """Return the settings of token files as they are, and no encoding: it is not known."""
+    """Return the settings of token files unchanged, and "", since their encoding is unknown."""
     return data, ""
 
 
@@ -32,25 +32,30 @@ def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """Return the tokens of a text; for token files, of a text like "15496 11 995". UserError."""
+    """Return the tokens of a text; for token files, of numbers such as "15496 11 995".
+
+    Raises UserError if the text cannot be converted.
+    """
     if spec.encoding == "bytes":
         return list(encode_bytes(text) or b"\n")
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
-        raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
+        raise UserError(
+            f"--prompt: give tokens as numbers below {spec.vocabulary}, as in --prompt '1 2 3'"
+        )
     return [int(word) for word in words]
 
 
 def encode_bytes(text: str) -> bytes:
-    """Return a text in UTF-8, and bytes that a shell passed and that are no text as they were."""
+    """Encode a text as UTF-8; bytes from the shell that are not UTF-8 stay as they are."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
-        raise UserError(f"--prompt: no text in UTF-8: {error}") from None
+        raise UserError(f"--prompt is not valid UTF-8: {error}") from None
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """Yield the text of tokens, UTF-8, one by one; for token files, the tokens as numbers."""
+    """Yield the UTF-8 text of each token; for token files, the tokens as numbers."""
     for token in tokens:
         if spec.encoding == "bytes":
             yield bytes([token])

@@ -1,7 +1,7 @@
-"""The model: gpt.py's transformer, with a mask across documents and a map to transformers.
+"""Extend gpt.py's model with a mask between documents, and with names for transformers.
 
-The setting `--data.documents` is in text.py. The model is transformers' `ArceeForCausalLM` under
-other names: with a model of your own, replace the map, too.
+`--data.documents` (text.py) selects the mask. The model is the same as transformers'
+`ArceeForCausalLM` with other names. If you replace the model, replace the mapping of names, too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from .data import Spec
 
 
-# Our names of modules, and transformers'. `qkv` is three matrices there, one for each letter.
+# Names of modules here and in transformers, where `qkv` is three matrices, one per letter.
 NAMES = {
     "embedding": "embed_tokens",
     "blocks": "layers",
@@ -36,10 +36,10 @@ NAMES = {
 
 
 class NamedGPT(GPT):
-    """The GPT, with a map to and from transformers' names."""
+    """The GPT, with conversion to and from transformers' names."""
 
     def to_transformers(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
-        """Return config.json and the weights of the same model in transformers."""
+        """Return the config.json and the weights for transformers."""
         vocabulary, width = self.embedding.weight.shape
         first: Any = next(iter(blocks(self)))
         settings = {
@@ -54,7 +54,7 @@ class NamedGPT(GPT):
             "num_attention_heads": first.attention.heads,
             "num_key_value_heads": first.attention.heads,
             "max_position_embeddings": self.get_buffer("table").shape[1],
-            # transformers 4 reads this one, transformers 5 the next.
+            # transformers 4 reads this setting, transformers 5 the next one.
             "rope_theta": 10_000.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
             "rms_norm_eps": torch.finfo(torch.float32).eps,
@@ -74,14 +74,14 @@ class NamedGPT(GPT):
 
     @staticmethod
     def from_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Rename transformers' weights for this model; any other tensors keep their names."""
+        """Rename transformers' weights for this model; other tensors keep their names."""
         embedding = tensors.get("model.embed_tokens.weight")
         if embedding is None:
             return tensors
         back = {theirs.rpartition(".")[2]: ours for ours, theirs in NAMES.items()}
         renamed: dict[str, Tensor] = {}
         for name, value in tensors.items():
-            # The output layer is the embedding here, and may be stored twice there.
+            # Here the output layer is tied to the embedding; a file may store both.
             if name == "lm_head.weight" and torch.equal(value, embedding):
                 continue
             words = [back.get(word, word) for word in name.split(".")]
@@ -91,21 +91,21 @@ class NamedGPT(GPT):
                 v = tensors[name.replace("q_proj", "v_proj")]
                 words[-2] = "qkv"
                 renamed[".".join(words)] = torch.cat([value, k, v])
-            # `q_proj` has brought these two along.
+            # `k_proj` and `v_proj` were handled together with `q_proj`.
             elif "k_proj" not in words and "v_proj" not in words:
                 renamed[".".join(words)] = value
         return renamed
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:
-    """Build the mask of tokens [batch, time]: each sees itself and earlier ones of its document.
+    """Build the causal mask of tokens [batch, time] that separates documents.
 
-    The mask is True where a token sees another, [batch, 1, time, time]. On CUDA, with a
-    `create_block_mask`, it is a BlockMask, whose kernels skip what is masked. Rotary positions are
-    relative, so a document need not begin at position 0.
+    The mask is [batch, 1, time, time], True where a query token attends to a key token. On CUDA,
+    with a `create_block_mask`, it is a BlockMask, with which kernels skip masked blocks. Rotary
+    positions are relative, so a document need not begin at position 0.
     """
     ends = (tokens == end_of_text).long()
-    # An end belongs to the document that it ends.
+    # The end token belongs to the document that it ends.
     documents = ends.cumsum(1) - ends
     if not tokens.is_cuda or create_block_mask is None:
         return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
@@ -118,17 +118,17 @@ def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = Non
 
 
 class MaskedAttention(Attention):
-    """Attention within documents: a mask on a CPU, FlexAttention on a GPU."""
+    """Attention within documents, with a dense mask on a CPU and FlexAttention on a GPU."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        # Not at the top, since it imports torch's compiler.
+        # Imported here, since it imports torch's compiler.
         from torch.nn.attention.flex_attention import flex_attention
 
         self.flex_attention = torch.compile(flex_attention)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """Attend within documents; `table` is the rotary table and a mask of `own_documents`."""
+        """Attend within documents; `table` is (rotary table, mask from `own_documents`)."""
         rotary_table, mask = table
         q, k, v = self.heads_of(x, rotary_table)
         if isinstance(mask, Tensor):
@@ -141,7 +141,7 @@ class MaskedAttention(Attention):
 
 
 class DocumentGPT(NamedGPT):
-    """A GPT in which tokens do not see earlier documents; each ends with `end_of_text`."""
+    """A GPT whose tokens do not attend to earlier documents, which end with `end_of_text`."""
 
     attention = MaskedAttention
 
@@ -150,13 +150,13 @@ class DocumentGPT(NamedGPT):
         from torch.nn.attention.flex_attention import create_block_mask
 
         self.end_of_text = end
-        # Without the compiler it would first build the mask of every pair of tokens.
+        # Uncompiled, it would first build a dense mask of all pairs of tokens.
         self.create_block_mask = torch.compile(create_block_mask)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute logits [batch, time, vocabulary] of tokens [batch, time], or the summed loss."""
         x = self.embedding(tokens)
-        # No block mask while text is generated: kernels would be compiled for each of its lengths.
+        # Generation uses no block mask, since kernels would be compiled for each length of text.
         create_block_mask = None
         if targets is not None:
             create_block_mask = self.create_block_mask
@@ -167,7 +167,7 @@ class DocumentGPT(NamedGPT):
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
-    """Build the model, on the CPU, initialised from torch's global random numbers."""
+    """Build the model on the CPU, initialized with torch's global random generator."""
     context = config.data.context
     if config.data.documents == "separate":
         end = end_of_text(config.data, spec)

@@ -1,7 +1,7 @@
-"""Export to a folder that Hugging Face's transformers loads: `export --to hf`.
+"""Export a model to a folder for Hugging Face's transformers: `export --to hf`.
 
-transformers need not be installed: `to_transformers` in model.py maps the names. A model of
-transformers or peft itself is written by its `save_pretrained`.
+transformers need not be installed, since `to_transformers` in model.py converts the names. A model
+that comes from transformers or peft is written with its `save_pretrained`.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ from .files import replace_file, to_json, write_json
 from .run.journal import validated_at
 from .text import end_of_text, tokenizer_of
 
-# The most bytes in one file of weights.
+# Maximum size of a file of weights in bytes.
 LARGEST = 5_000_000_000
 # The settings that a model card lists.
 SECTIONS = ("model", "train", "optim")
@@ -37,47 +37,52 @@ SECTIONS = ("model", "train", "optim")
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig(transfer.ExportConfig):
-    """What to write, and where."""
+    """The checkpoint to export, and its target."""
 
     to: Path
-    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), FILE.pt2
-    (a program of torch.export), a directory named hf or …-hf (for transformers), or any other for a
-    run that resumes there"""
+    """FILE.pt (torch.save, with optimizer state), FILE.safetensors (weights only), FILE.pt2
+    (a torch.export program), a directory named hf or …-hf (for transformers), or another directory
+    for a run that resumes there"""
     merge: bool = False
     """Merge a peft adapter into the weights, so that a directory (hf, …-hf) works without peft."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
-    """Write a run's model as a folder for transformers; return a line that says so.
+    """Write a run's model to a folder for transformers; return a summary line.
 
-    `transfer.export` writes any target that is not named hf or …-hf.
+    If the target is not named hf or …-hf, call `transfer.export` instead.
     """
     target = options.to
     source = options.source or run_dir
     if not re.fullmatch(r"(.*[-_.])?hf", target.name):
         if options.merge:
-            raise UserError(f"--merge is for directories named hf or …-hf, and not for {target}")
+            raise UserError(f"--merge needs a directory named hf or …-hf as --to, not {target}")
         return transfer.export(run_dir, options)
     if target.exists():
-        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+        raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
     path, manifest = transfer.find_checkpoint(source, options.step, base=options.base)
     if "step" not in manifest or not (source / "config.json").exists():
-        raise UserError(f"{source} is no run directory, whose settings the folder needs")
+        raise UserError(
+            f"{source} is not a run directory, but the export needs the settings of a run: give "
+            "one with --source or --name"
+        )
     model, spec, config = load_trained(
         source, "cpu", manifest["step"], options.weights, options.base
     )
     if options.merge:
         if not hasattr(model, "merge_and_unload"):
-            raise UserError(f"--merge: {type(model).__name__} (model.py) is no PeftModel of peft")
+            raise UserError(
+                f"--merge: the model ({type(model).__name__}) is not a PeftModel: leave --merge out"
+            )
         model = model.merge_and_unload()
-    # If the model has an adapter of peft, `save_pretrained` writes only that.
+    # With a peft adapter, `save_pretrained` writes only the adapter.
     is_adapter = hasattr(model, "merge_and_unload")
     has_own_way = hasattr(model, "to_transformers") and not is_adapter
     if not has_own_way and not hasattr(model, "save_pretrained"):
         raise UserError(
-            f"{type(model).__name__} (model.py) has no method `to_transformers`, which returns the "
-            "settings (config.json) and the weights of the same model in transformers, and no "
-            "`save_pretrained`"
+            f"{type(model).__name__} (model.py) has neither `to_transformers` nor "
+            "`save_pretrained`: add a method `to_transformers` that returns the config.json and "
+            "the weights for transformers"
         )
     text = text_of(config, spec)
     temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
@@ -90,7 +95,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             write_json(temporary / "generation_config.json", {"eos_token_id": text.end})
         else:
             model.save_pretrained(temporary)
-        # Data of your own may have a tokenizer of transformers.
+        # Your own data may use a tokenizer of transformers.
         if hasattr(spec, "save_tokenizer"):
             spec.save_tokenizer(temporary)
             has_tokenizer = True
@@ -118,22 +123,22 @@ def export(run_dir: Path, options: ExportConfig) -> str:
 
 @dataclass(frozen=True)
 class Text:
-    """What the folder says of the text that the model was trained on."""
+    """Facts about the training text that go into the folder."""
 
     fingerprint: str
     tokenizer: Tokenizer | None = None
     is_bytes: bool = False
     # The token that ends a document.
     end: int | None = None
-    # In tokens.
+    # The context length in tokens.
     context: int | None = None
     vocabulary: int | None = None
     separate_documents: bool = False
 
 
 def text_of(config: Config, spec: Spec) -> Text:
-    """Ask the data for all that the folder needs; data of your own may know none of it."""
-    # The spec and the settings of this project's own data.py have these names.
+    """Collect facts about the text; your own data may lack them, except for the fingerprint."""
+    # These are names in the template's own data.py.
     encoding = getattr(spec, "encoding", None)
     context = getattr(config.data, "context", None)
     if encoding is None or context is None:
@@ -154,7 +159,7 @@ def text_of(config: Config, spec: Spec) -> Text:
 
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
-    """Write model.safetensors or, above `LARGEST`, several files and their index."""
+    """Write model.safetensors or, above `LARGEST` bytes, several files and their index."""
     shards: list[dict[str, Tensor]] = [{}]
     shard_size = 0
     for name, value in weights.items():
@@ -178,7 +183,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
 
 
 def write_tokenizer(folder: Path, text: Text) -> bool:
-    """Write the data's tokenizer; False if it has none."""
+    """Write the data's tokenizer; return False if there is none."""
     if text.tokenizer is None:
         return False
     settings: dict[str, Any] = {
@@ -195,9 +200,9 @@ def write_tokenizer(folder: Path, text: Text) -> bool:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Build a byte-level BPE without merges, whose tokens are the bytes themselves."""
-    # GPT-2's characters for bytes: a printable byte stands for itself, the others take the
-    # characters from 256 on.
+    """Build a byte-level BPE tokenizer without merges, so that tokens are bytes."""
+    # GPT-2 represents bytes as characters: printable bytes stand for themselves, the others are
+    # numbered from 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     vocabulary = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -219,7 +224,7 @@ def model_card(
     has_tokenizer: bool,
     library: str,
 ) -> str:
-    """Write a README.md for the folder: what was measured, and how to use it."""
+    """Return the text of the folder's README.md: validation metrics, usage and settings."""
     lines = ["---", f"library_name: {library}", "pipeline_tag: text-generation"]
     license_name = project_license()
     if license_name is not None:
@@ -238,7 +243,9 @@ def model_card(
         f"{origin}.",
     ]
     if text.separate_documents:
-        lines.append("It was trained without attention across documents: give it one at a time.")
+        lines.append(
+            "It was trained without attention across documents: give it one document at a time."
+        )
     lines += ["", "## Measured", ""]
     for metric, value in metrics.items():
         lines.append(f"- {metric.replace('_', ' ')}: {value:.4f}")
@@ -260,7 +267,7 @@ def model_card(
 
 
 def project_license() -> str | None:
-    """Read the licence from pyproject.toml, which an installed package does not have beside it."""
+    """Read the licence from pyproject.toml; None in an installed package, which lacks the file."""
     path = Path(__file__).parents[2] / "pyproject.toml"
     if not path.exists():
         return None
@@ -270,7 +277,7 @@ def project_license() -> str | None:
 
 
 def usage(name: str, has_tokenizer: bool) -> list[str]:
-    """Return the lines of Python that load the model, and those that continue a text."""
+    """Return Python lines that load the model and, with a tokenizer, generate text."""
     load_model = f'model = AutoModelForCausalLM.from_pretrained("{name}")'
     if not has_tokenizer:
         return ["from transformers import AutoModelForCausalLM", "", load_model]

@@ -1,19 +1,20 @@
-# Names of files with JSON lines. A .json file may have them, and so may a file named x.jsonl.txt.
+# Suffixes of files with JSON lines. Files such as x.json and x.jsonl.txt may have them, too.
 LINES = (".jsonl", ".ndjson")
-# Bytes of a line that are read to see what a file is: a JSON list may be one line in all.
+# Maximum bytes of a line to read when detecting the format, since a JSON list may be one long line.
 LONGEST_LINE = 1 << 26
 
 
 def is_json(path: Path) -> bool:
-    """Tell whether a file has JSON by its name, such as a.json, a.JSONL or a.jsonl.txt."""
+    """Tell whether the name suggests JSON, as in a.json, a.JSONL or a.jsonl.txt."""
     suffixes = {suffix.lower() for suffix in path.suffixes}
     return not suffixes.isdisjoint((".json", *LINES))
 
 
 def has_json_lines(path: Path, field: str) -> bool:
-    """Tell whether a file has JSON lines, by its name and, if that leaves it open, its first lines.
+    """Tell whether a file has JSON lines, by its name or, if that is ambiguous, its first lines.
 
-    UserError for one list of objects with that field: its brackets would be tokens.
+    Raises UserError for a single JSON list of objects with this field, since its brackets would
+    become tokens.
     """
     if path.suffix.lower() in LINES:
         return True
@@ -24,19 +25,19 @@ def has_json_lines(path: Path, field: str) -> bool:
         file.seek(0)
         first = next_object(file)
         second = next_object(file)
-    # One object on one line may be any JSON file, but not if it has the text.
+    # A single object in one line may be any JSON file, unless it has the field.
     if first is not None and (second is not None or field in first):
         return True
     if re.match(rb"\s*\[\s*\{", start) and json.dumps(field).encode() in start:
         raise UserError(
-            f"{path} is one JSON list, not JSON lines: write an object a line, as by "
+            f"{path} is one JSON list, not JSON lines: convert it with "
             f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
         )
     return False
 
 
 def next_object(file: BinaryIO) -> dict[str, Any] | None:
-    """Parse the next line that is not empty as a JSON object; None if it is none."""
+    """Parse the next non-empty line as a JSON object; None if it is not one."""
     line = b"\n"
     while line and not line.strip():
         line = file.readline(LONGEST_LINE)
@@ -48,7 +49,10 @@ def next_object(file: BinaryIO) -> dict[str, Any] | None:
 
 
 def texts_in(file: BinaryIO, field: str, stop: int) -> Iterator[bytes]:
-    """Yield the text, in UTF-8, of each JSON line that begins before byte `stop`; UserError."""
+    """Yield the UTF-8 text of each JSON line that begins before byte `stop`.
+
+    Raises UserError for a line that is not JSON, or lacks the field.
+    """
     while True:
         offset = file.tell()
         line = file.readline()
@@ -57,16 +61,16 @@ def texts_in(file: BinaryIO, field: str, stop: int) -> Iterator[bytes]:
         if not line.strip():
             continue
         try:
-            # JSON can hold half of a surrogate pair, which UTF-8 cannot: it becomes "?".
+            # JSON can contain half a surrogate pair, which UTF-8 cannot; it becomes "?".
             text = json.loads(line)[field].encode(errors="replace")
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             where = f"{file.name}, the line at byte {offset:,}"
-            raise UserError(f"{where}: wanted JSON with a text in {field!r}") from None
+            raise UserError(f"{where}: expected a JSON object with text in {field!r}") from None
         yield text
 
 
 def warn_of_json_as_text(files: Sequence[Path]) -> None:
-    """Say in one line of the log how many JSON files are read as plain text."""
+    """Log one warning with the number of JSON files that are read as plain text."""
     if files:
-        text = "%d JSON files are read as plain text, braces and all: no JSON lines, such as %s"
+        text = "%d JSON files do not have JSON lines and are read as plain text, such as %s"
         logging.getLogger(__name__).warning(text, len(files), files[0])

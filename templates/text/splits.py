@@ -1,14 +1,14 @@
-# A name such as train, training, valid or test between characters that are no letters.
+# A name such as train, training, valid or test, without letters before or after it.
 SPLIT = re.compile("(?<![a-z])(train(ing)?|val(id(ation)?)?|test)(?![a-z])", re.I)
-# By the first three letters of a match.
+# The split for the first three letters of a match.
 SPLIT_NAMES = {"tra": "train", "val": "val", "tes": "test"}
 
 
 def splits_of(names: Sequence[Path]) -> list[str]:
-    """Tell what files are for, "train", "val" or "test", by the first names in their paths.
+    """Return "train", "val" or "test" for each file, by the first component of its path.
 
-    Examples: valid/a.txt, wiki.test.txt. Any other name means "train". All are "" unless some files
-    are named for training and some for validation.
+    Examples: valid/a.txt, wiki.test.txt. Any other name means "train". If not both training and
+    validation files are named, all are "".
     """
     splits: list[str] = []
     for name in names:
@@ -18,5 +18,5 @@ def splits_of(names: Sequence[Path]) -> list[str]:
     if not ("train" in splits and "val" in splits):
         return [""] * len(splits)
     tests = [name for name, split in zip(names, splits, strict=True) if split == "test"]
-    warn_left_out(tests, "named test, neither train nor val")
+    warn_left_out(tests, "test files")
     return [split or "train" for split in splits]

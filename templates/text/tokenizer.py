@@ -1,6 +1,6 @@
-"""Convert text to tokens and back: by the tokenizer beside the data, as bytes, or as numbers.
+"""Convert text to tokens and back, with the data's tokenizer, as bytes, or as numbers.
 
-A tokenizer is a tokenizer.json of the package `tokenizers`, which the command `tokens` writes.
+A tokenizer is a tokenizer.json of the package `tokenizers`; the command `tokens` writes one.
 """
 
 import codecs
@@ -36,27 +36,29 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """Complete the settings of token files by the tokens.json beside them.
+    """Complete the settings of token files from the tokens.json in their folder.
 
-    Returns the settings and the encoding, which names the tokenizer and the token that ends a
-    document ("" without tokens.json).
+    Returns the settings and the encoding: a digest of the tokenizer and the token that ends a
+    document, or "" without a tokens.json.
     """
     path = (folder if folder.is_dir() else folder.parent) / "tokens.json"
     if not path.exists():
         return data, ""
     note = read_json(path)
     try:
-        # A setting above it pads the embedding to a round number, which is faster.
+        # A larger --data.vocabulary pads the embedding to a round size, which is faster.
         vocabulary = max(note["vocabulary"], data.vocabulary)
         token_type = note["token_type"]
     except (KeyError, TypeError):
-        raise UserError(f"{path} does not describe tokens: it has no vocabulary") from None
+        raise UserError(
+            f"{path} has no vocabulary or token_type: write the folder again with `tokens`"
+        ) from None
     encoding = f"{note.get('tokenizer')} {note.get('end_of_text')}"
     return replace(data, vocabulary=vocabulary, token_type=token_type), encoding
 
 
 def end_of_text(config: TextConfig, spec: "Spec") -> int:
-    """Return the token that ends a document; UserError if it is not known."""
+    """Return the token that ends a document; UserError if it is unknown."""
     end = config.end_of_text
     if spec.encoding == "bytes":
         end = 0
@@ -71,48 +73,53 @@ def end_of_text(config: TextConfig, spec: "Spec") -> int:
 
 
 def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
-    """Return the fingerprint of the data, a different one with separate documents."""
+    """Return the fingerprint of the data, which depends on --data.documents."""
     if config.documents == "together":
         return spec.fingerprint
     return fingerprint(spec.fingerprint, end_of_text(config, spec))
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """Return the tokens of a text; without a tokenizer, of one like "15496 11 995". UserError."""
+    """Return the tokens of a text; without a tokenizer, of numbers such as "15496 11 995".
+
+    Raises UserError if the text cannot be converted.
+    """
     if spec.encoding == "bytes":
         return list(encode_bytes(text) or b"\n")
     tokenizer = tokenizer_of(spec)
     if tokenizer:
-        # What reads like a special token is text.
+        # Special tokens written in the text are encoded as ordinary text.
         tokenizer.encode_special_tokens = True
-        # Bytes that are no text become U+FFFD, as in a file that `tokens` reads.
+        # Invalid bytes become U+FFFD, as in files that `tokens` reads.
         readable = encode_bytes(text).decode(errors="replace")
         tokens = tokenizer.encode(readable, add_special_tokens=False).ids
-        # A model needs one token at least.
+        # A model needs at least one token.
         return tokens or [end_of_text(TextConfig(), spec)]
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
-        raise UserError(f'--prompt: wanted tokens below {spec.vocabulary}, as in --prompt "1 2 3"')
+        raise UserError(
+            f"--prompt: give tokens as numbers below {spec.vocabulary}, as in --prompt '1 2 3'"
+        )
     return [int(word) for word in words]
 
 
 def encode_bytes(text: str) -> bytes:
-    """Return a text in UTF-8, and bytes that a shell passed and that are no text as they were."""
+    """Encode a text as UTF-8; bytes from the shell that are not UTF-8 stay as they are."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
-        raise UserError(f"--prompt: no text in UTF-8: {error}") from None
+        raise UserError(f"--prompt is not valid UTF-8: {error}") from None
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """Yield the text of tokens, UTF-8, one by one; without a tokenizer, the tokens as numbers."""
+    """Yield the UTF-8 text of each token; without a tokenizer, the tokens as numbers."""
     if spec.encoding == "bytes":
         for token in tokens:
             yield bytes([token])
         return
     tokenizer = tokenizer_of(spec)
     if tokenizer:
-        # Several tokens may be one character: the stream returns None until it is complete.
+        # A character may consist of several tokens; until it is complete, `step` returns None.
         stream = DecodeStream(skip_special_tokens=False)
         for token in tokens:
             text = stream.step(tokenizer, token) or ""
@@ -123,18 +130,20 @@ def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
 
 
 def tokenizer_of(spec: "Spec") -> Tokenizer | None:
-    """Return the tokenizer of a run's data, if it has one; UserError for a different one."""
+    """Return the tokenizer of a run's data, or None; UserError if the file was replaced."""
     if not spec.encoding:
         return None
     path = spec.folder / NAME
     tokenizer = read_tokenizer(path)
     if digest_of(tokenizer) != spec.encoding.split()[0]:
-        raise UserError(f"{path} is not the one that made the tokens beside it")
+        raise UserError(
+            f"{path} is not the tokenizer that made the tokens in its folder: restore the original"
+        )
     return tokenizer
 
 
 def read_tokenizer(path: Path) -> Tokenizer:
-    """Read a tokenizer from its file; UserError."""
+    """Read a tokenizer from its file; UserError if that fails."""
     try:
         return Tokenizer.from_str(path.read_text("utf-8"))
     # The package raises plain exceptions.
@@ -143,7 +152,7 @@ def read_tokenizer(path: Path) -> Tokenizer:
 
 
 def digest_of(tokenizer: Tokenizer) -> str:
-    """Hash a tokenizer, in 16 hexadecimal digits."""
+    """Return a digest of a tokenizer (16 hex digits)."""
     return hashlib.sha256(tokenizer.to_str().encode()).hexdigest()[:16]
 
 

@@ -1,8 +1,8 @@
-"""The command `tokens`: text into files of tokens, with their tokenizer, for `--data.path`.
+"""Convert text to token files with a tokenizer, for `--data.path`: the command `tokens`.
 
-The text is cut into shards by its size. Each is written atomically, into a folder `….partial` until
-all are there: after an interruption the same command continues. The package `tokenizers` encodes
-on all cores (RAYON_NUM_THREADS limits them).
+The text is split into shards by size. Each shard is written atomically to a folder `….partial`,
+which is renamed when all are done; after an interruption, the same command continues. The package
+`tokenizers` encodes on all cores (RAYON_NUM_THREADS limits them).
 """
 
 import codecs
@@ -46,20 +46,20 @@ from .text import (
 )
 
 log = logging.getLogger(__name__)
-# Bytes of text in a shard, or a thousandth of all text, if that is more.
+# Minimum bytes of text in a shard; with much text, a shard is a thousandth of it.
 SHARD = 1 << 26
-# Bytes of text that a tokenizer is trained on.
+# Bytes of text to train a tokenizer on.
 SAMPLE = 100_000_000
-# Characters that are encoded at the same time.
+# Characters to encode at once.
 BATCH = 1 << 24
-# One document in so many is for validation if the names of the files do not say what they are for.
-# A hash decides: of the name of its file or, in JSON lines, of its text.
+# One document in this many is for validation, unless names of files tell training and validation
+# apart. A hash of the file's name decides or, for JSON lines, of the text.
 VALIDATE_ONE_IN = 20
 
 
 @dataclass(frozen=True)
 class TokensConfig:
-    """What to encode, and how."""
+    """Settings of `tokens`."""
 
     text: Path
     """A folder of text files (a document each) and JSON lines (.jsonl, .ndjson; .json if its first
@@ -78,7 +78,9 @@ class TokensConfig:
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
         if not 257 <= self.vocabulary < 2**31:
-            raise UserError("--vocabulary must be at least 257: all bytes, and the end of text")
+            raise UserError(
+                "--vocabulary must be at least 257 (256 bytes and the end of text), below 2^31"
+            )
 
 
 class Piece(NamedTuple):
@@ -87,14 +89,14 @@ class Piece(NamedTuple):
     path: Path
     start: int
     stop: int
-    # Whether it is for validation; None: it has JSON lines, and the text of each decides.
+    # Whether it is for validation; None if it has JSON lines and a hash of each text decides.
     validation: bool | None
     # Whether each line is a document.
     has_json_lines: bool = False
 
 
 class Chunk(NamedTuple):
-    """Consecutive text of a document; `last` if the document ends with it."""
+    """Consecutive text of a document; `last` is true at the end of the document."""
 
     validation: bool
     text: str
@@ -102,25 +104,28 @@ class Chunk(NamedTuple):
 
 
 def write_tokens(options: TokensConfig) -> str:
-    """Write the folder of tokens, or continue; return a summary line. UserError."""
+    """Write the folder of tokens, or continue an interrupted command; return a summary line.
+
+    Raises UserError if the text or a path cannot be used.
+    """
     folder = options.to
     partial = folder.with_name(f"{folder.name}.partial")
     if not options.text.exists():
-        raise UserError(f"--text: there is nothing at {options.text.absolute()}")
+        raise UserError(f"--text: {options.text.absolute()} does not exist")
     if folder.resolve().is_relative_to(options.text.resolve()):
-        raise UserError(f"--to {folder} is inside the text: choose another place")
+        raise UserError(f"--to {folder} is inside the folder of the text: choose another folder")
     if os.path.lexists(folder):
-        raise UserError(f"--to {folder} is there already: remove it, or choose another place")
+        raise UserError(f"--to {folder} exists already: remove it, or choose another folder")
     root, pieces = divide(options.text, options.field)
     given = None
     if options.tokenizer:
         given = read_tokenizer(options.tokenizer)
         if given.token_to_id(options.end_of_text) is None:
-            message = f"the tokenizer has no token {options.end_of_text!r}: give --end-of-text"
+            message = f"the tokenizer has no token {options.end_of_text!r}: set --end-of-text"
             raise UserError(message)
-    # A path for each file, in their order, though a file may have several pieces.
+    # Each file once, in order, although a file may have several pieces.
     files = list(dict.fromkeys(piece.path for piece in pieces))
-    # What the tokens depend on. The same command may continue an interrupted one; another may not.
+    # Everything that the tokens depend on: only a command with the same plan may continue.
     plan = {
         "text": fingerprint_files(root, files, options.field, options.end_of_text),
         "made_by": digest_of(given) if given else options.vocabulary,
@@ -131,7 +136,7 @@ def write_tokens(options: TokensConfig) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             if not goes_without_lock(error, partial):
-                raise UserError(f"another process is at work in {partial}") from None
+                raise UserError(f"another process is writing to {partial}: wait for it") from None
         note = read_progress(partial, plan)
         if note is None:
             with replacing(partial / NAME) as temporary:
@@ -144,26 +149,29 @@ def write_tokens(options: TokensConfig) -> str:
         sync_directory(folder.resolve().parent)
     (folder / "lock").unlink()
     return (
-        f"{note['train']:,} tokens to train on and {note['val']:,} to validate with, of "
-        f"{note['vocabulary']:,} kinds; {note['bytes']:,} bytes of text in {note['documents']:,} "
+        f"{note['train']:,} training and {note['val']:,} validation tokens, vocabulary "
+        f"{note['vocabulary']:,}, from {note['bytes']:,} bytes of text in {note['documents']:,} "
         f"documents. Train with --data.path {folder}"
     )
 
 
 def read_progress(partial: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Read tokens.json of an interrupted command; None at the start; UserError for another plan."""
+    """Read tokens.json of an interrupted command; None if there is none.
+
+    Raises UserError if that command had another plan.
+    """
     if not (partial / "tokens.json").exists():
         return None
     note = read_json(partial / "tokens.json")
     if not note.items() >= plan.items():
-        raise UserError(f"{partial} was begun with other text or settings: remove it")
+        raise UserError(f"{partial} was started with other text or settings: remove it")
     return note
 
 
 def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
-    """Return the folder of the text, and its pieces in a fixed order; UserError for no text.
+    """Return the folder of the text, and its pieces in a fixed order.
 
-    `field`: that of a JSON line with the text.
+    `field` is the field of JSON lines with the text. Raises UserError if there is no text.
     """
     root = text if text.is_dir() else text.parent
     paths = text_files(text)
@@ -182,22 +190,22 @@ def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
         elif is_lines:
             validation = None
         else:
-            # The first file is for training, so that there is something to train on.
+            # The first file is always for training, so that there is training data.
             hashed = zlib.crc32(name.as_posix().encode()) % VALIDATE_ONE_IN == 0
             validation = bool(pieces) and hashed
-        # A text file is one document, hence one piece.
+        # A text file is one document and therefore one piece.
         step = SHARD if is_lines else max(size, 1)
         for start in range(0, size, step):
             stop = min(start + step, size)
             pieces.append(Piece(path, start, stop, validation, is_lines))
     warn_of_json_as_text(json_as_text)
     if not pieces:
-        raise UserError(f"--text {text}: there is no text in it")
+        raise UserError(f"--text {text} has no text: give a folder of UTF-8 files or JSON lines")
     return root, pieces
 
 
 def text_files(text: Path) -> list[Path]:
-    """List the files of text, in a fixed order, without hidden ones and those that are binary."""
+    """List the text files in a fixed order, without hidden and binary ones."""
     texts: list[Path] = []
     left_out: list[Path] = []
     paths: list[Path] = []
@@ -236,10 +244,10 @@ def train_tokenizer(pieces: list[Piece], options: TokensConfig) -> Tokenizer:
 
 
 def sample(pieces: list[Piece], field: str) -> Iterator[str]:
-    """Yield text from all over the pieces, SAMPLE bytes in all."""
+    """Yield about SAMPLE bytes of text, spread over all pieces."""
     total = sum(piece.stop - piece.start for piece in pieces)
     left = SAMPLE
-    # Every n-th piece, with n rounded up: these have SAMPLE bytes at most if pieces are alike.
+    # Take every n-th piece, with n rounded up: with pieces of equal size, at most SAMPLE bytes.
     step = -(-total // SAMPLE)
     for piece in pieces[::step]:
         for chunk in read_chunks(piece, field):
@@ -253,7 +261,7 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
     """Read the documents of a piece, about a megabyte at a time; UserError for a bad JSON line."""
     with open(piece.path, "rb") as file:
         if piece.has_json_lines:
-            # A line that began in the piece before belongs to that one.
+            # A line that began in the previous piece belongs to it.
             if piece.start:
                 file.seek(piece.start - 1)
                 file.readline()
@@ -265,7 +273,7 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while True:
-            # Up to the end of a line, where tokens end anyway.
+            # Read up to the end of a line, where tokens end anyway.
             content = file.read(1 << 20) + file.readline(1 << 16)
             if not content:
                 break
@@ -276,13 +284,13 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
 def encode_all(
     folder: Path, pieces: list[Piece], options: TokensConfig, note: dict[str, Any]
 ) -> dict[str, Any]:
-    """Encode the shards that `note` does not count yet; return the content of tokens.json."""
+    """Encode the shards that are not in `note` yet; return the content of tokens.json."""
     sizes = [piece.stop - piece.start for piece in pieces]
     shard_size = max(SHARD, sum(sizes) // 1000)
-    # The shard of each piece: the one that its first byte is in.
+    # A piece belongs to the shard of its first byte.
     shards = (np.cumsum([0, *sizes[:-1]]) // shard_size).tolist()
     tokenizer = read_tokenizer(folder / NAME)
-    # What reads like a special token is text.
+    # Special tokens written in the text are encoded as ordinary text.
     tokenizer.encode_special_tokens = True
     vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     note |= {
@@ -306,12 +314,12 @@ def encode_all(
 def encode(
     folder: Path, shard: int, pieces: list[Piece], tokenizer: Tokenizer, field: str, note: Any
 ) -> dict[str, int]:
-    """Write the token files of a shard, for training and for validation; return counts by name."""
+    """Write the training and validation token files of a shard; return counts by name."""
     counts: Counter[str] = Counter()
     paths = {name: folder / f"{name}_{shard:05}.bin" for name in ("train", "val")}
     files: dict[str, IO[Any]] = {}
     with contextlib.ExitStack() as stack:
-        # All temporary files are closed before the first one is renamed.
+        # The stack closes all temporary files before it renames the first one.
         temporaries = {name: stack.enter_context(replacing(path)) for name, path in paths.items()}
         for name, temporary in temporaries.items():
             files[name] = stack.enter_context(open_to_write(temporary, "wb"))
@@ -337,7 +345,7 @@ def encode(
 
 
 def batches(pieces: list[Piece], field: str) -> Iterator[list[Chunk]]:
-    """Yield the chunks of some pieces in lists of about BATCH characters."""
+    """Yield the chunks of these pieces in lists of about BATCH characters."""
     batch: list[Chunk] = []
     length = 0
     for piece in pieces:

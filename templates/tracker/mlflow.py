@@ -1,4 +1,4 @@
-"""MLflow: by default a SQLite file beside the runs, for `mlflow ui`; or a server."""
+"""Log to MLflow: by default to a SQLite file next to the runs, for `mlflow ui`, or to a server."""
 
 import contextlib
 import json
@@ -15,15 +15,15 @@ from ..files import flatten, to_json, write_json
 if TYPE_CHECKING:
     from ..config import Config
 
-# MLflow's words for how a run ended; any other status is FINISHED.
+# MLflow's names for the status of a run; any other status is FINISHED.
 STATUS = {"preempted": "KILLED", "failed": "FAILED"}
-# MLflow takes this many parameters in one request.
+# MLflow accepts at most this many parameters in one request.
 PARAMETERS_AT_ONCE = 100
 
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Logging to MLflow."""
+    """Settings of MLflow."""
 
     uri: str | None = None
     """Server or database (default: MLFLOW_TRACKING_URI, or mlflow.db next to the run directory)."""
@@ -37,21 +37,21 @@ class TrackerConfig:
         host = without_protocol.partition("/")[0]
         if "@" in host:
             raise UserError(
-                "--tracker.uri is saved with the run, so it must not hold a password: set "
-                "MLFLOW_TRACKING_URI instead, or MLFLOW_TRACKING_USERNAME and _PASSWORD"
+                "--tracker.uri must not contain a password, since it is saved with the run: set "
+                "MLFLOW_TRACKING_URI, or MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD"
             )
 
 
 class Tracker:
-    """The log of a run; it has the records up to step `logged`.
+    """Logs a run to MLflow, which has the records up to step `logged`.
 
-    MLflow never changes what was logged: steps that were rolled back keep their first metrics, and
-    parameters their first values (the artifact config.json has the newest).
+    MLflow cannot change logged values: steps that a resume repeats keep their first metrics, and
+    parameters keep their first values (the artifact config.json has the newest ones).
     """
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # On a lower level it reports each table of a new database.
+        # At a lower level it reports each table of a new database.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
@@ -64,7 +64,7 @@ class Tracker:
         note = run_dir / "mlflow.json"
         run = self._find(note)
         if run is None:
-            # A server stores artifacts itself.
+            # A server decides itself where to store artifacts.
             artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.tracker.experiment
             run = self._create(experiment, artifacts, run_dir.name)
@@ -81,33 +81,33 @@ class Tracker:
         milliseconds = int(time * 1e3)
         metrics = []
         for name, value in values.items():
-            # MLflow refuses other characters in a name.
+            # MLflow does not allow other characters in a name.
             allowed = re.sub(r"[^\w./ :-]", "_", name)
             metrics.append(self.metric(allowed, value, milliseconds, step))
         self.client.log_batch(self.id, metrics=metrics)
 
     def sample(self, path: Path, step: int) -> None:
-        """Keep a copy of the sample of a step, a text or a picture."""
+        """Upload the sample of a step, which is a text or a picture."""
         self.client.log_artifact(self.id, str(path), "samples")
 
     def close(self, status: str) -> None:
-        """End the log with the run's status."""
+        """End MLflow's run with the status of this run."""
         self.client.set_terminated(self.id, STATUS.get(status, "FINISHED"))
 
     def _find(self, note: Path) -> Any:
-        """Return MLflow's run that an earlier start has noted, None if there is none."""
+        """Return MLflow's run from an earlier start, or None."""
         from mlflow.exceptions import MlflowException
 
         if not note.exists():
             return None
         number = json.loads(note.read_text("utf-8"))["id"]
-        # The run may be in another database.
+        # The id may belong to another database.
         with contextlib.suppress(MlflowException):
             return self.client.get_run(number)
         return None
 
     def _create(self, experiment: str, artifacts: str | None, name: str) -> Any:
-        """Return a new run in an experiment, which is created if it does not exist."""
+        """Create a run in an experiment, which is created if it does not exist."""
         existing = self.client.get_experiment_by_name(experiment)
         if existing and existing.experiment_id:
             number = existing.experiment_id
@@ -125,8 +125,8 @@ class Tracker:
 
 
 def _database(folder: Path) -> str:
-    """Return the address of the database in a folder."""
-    # A question mark would end the address. The folder's descriptor, which stays open, has none.
+    """Return the URI of the database in a folder."""
+    # A question mark would end the URI. The path of an open descriptor does not contain one.
     if "?" in str(folder):
         descriptor = os.open(folder, os.O_RDONLY)
         return f"sqlite:////proc/self/fd/{descriptor}/mlflow.db"

@@ -1,4 +1,4 @@
-"""No experiment tracker: metrics.jsonl is the log."""
+"""Use no experiment tracker; metrics are only in metrics.jsonl."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -9,4 +9,4 @@ TRACKERS: tuple[Any, ...] = ()
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """An experiment tracker: none."""
+    """Settings of the experiment tracker: there are none."""

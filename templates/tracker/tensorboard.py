@@ -1,4 +1,4 @@
-"""TensorBoard: event files in RUN_DIR/tensorboard, for `tensorboard --logdir runs`."""
+"""Log to TensorBoard: event files in RUN_DIR/tensorboard, for `tensorboard --logdir runs`."""
 
 import json
 from dataclasses import dataclass
@@ -15,22 +15,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TrackerConfig:
-    """Logging to TensorBoard: nothing to set."""
+    """Settings of TensorBoard: there are none."""
 
 
 class Tracker:
-    """The log of a run, cut off after `step`; it has the records up to step `logged`."""
+    """Logs a run to TensorBoard; drops records after `step`, and has those up to `logged`."""
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        # The last step and the settings that an earlier start has logged.
+        # The last step and the settings logged by an earlier start.
         self.note = folder / "logged.json"
         earlier = read_json(self.note) if self.note.exists() else {}
         self.settings = to_json(config)
         self.logged = min(step, earlier.get("step", 0))
-        # Readers then ignore this step and later ones in the files of earlier starts.
+        # Readers then ignore steps from `purge_step` on in files of earlier starts.
         self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
         if earlier.get("settings") != self.settings:
             self._text("config", json.dumps(self.settings, indent=2), 0)
@@ -43,28 +43,28 @@ class Tracker:
         self._flush(step)
 
     def sample(self, path: Path, step: int) -> None:
-        """Log the sample of a step: a text, or a picture."""
+        """Log the sample of a step, which is a text or a picture."""
         if path.suffix == ".txt":
             self._text("sample", path.read_text("utf-8", "replace"), step)
         else:
-            # TensorBoard depends on it, so it is installed.
+            # TensorBoard depends on Pillow, so it is installed.
             from PIL import Image
 
             picture = np.asarray(Image.open(path).convert("RGB"))
             self.writer.add_image("sample", picture, step, dataformats="HWC")
 
     def close(self, status: str) -> None:
-        """End the log with the run's status."""
+        """Log the run's status and close the files."""
         self.writer.add_text("status", status, self.logged)
         self.writer.close()
 
     def _text(self, tag: str, text: str, step: int) -> None:
-        # TensorBoard shows Markdown, in which indented lines are shown as they are.
+        # TensorBoard renders Markdown, so indent the text to show it literally.
         indented = text.replace("\n", "\n    ")
         self.writer.add_text(tag, f"    {indented}", step)
 
     def _flush(self, step: int) -> None:
-        """Write the records to disk, as a run may be killed, then the step of the last one."""
+        """Write the records to disk, since a run may be killed, then note the last step."""
         self.writer.flush()
         self.logged = step
         write_json(self.note, {"step": step, "settings": self.settings})

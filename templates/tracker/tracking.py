@@ -1,7 +1,7 @@
-"""Logs a run to its experiment tracker, which never stops training nor holds it up.
+"""Log a run to its experiment tracker, without ever stopping or delaying training.
 
-Only one thread, a daemon, calls the tracker. A failure there is a warning, once. The next records
-are logged all the same, and the next start logs the lines after the tracker's last one.
+Only a daemon thread calls the tracker. Its first failure logs a warning; later records are still
+sent. The next start of the run sends all records after the last one that the tracker has.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 
 __all__ = ["TRACKERS", "TrackerConfig"]
 log = logging.getLogger(__name__)
-# The metrics of the system rather than of the model.
+# Metrics of the system instead of the model.
 PERFORMANCE = re.compile("[a-z_]+_(seconds|per_second|bytes)|mfu")
-# How many seconds to wait for a tracker to open, and to close.
+# Seconds to wait for a tracker to open, and to close.
 LIMIT = 20.0
 
 
 class Tracking:
-    """A callback: hands each record to the tracker's thread."""
+    """Callback that passes each record to the tracker's thread."""
 
     harmless = True
 
@@ -52,11 +52,11 @@ class Tracking:
         """Open the tracker, before a loader forks while the thread imports modules."""
         self.thread.start()
         if not self.opened.wait(LIMIT):
-            self._warn(f"it did not open within {LIMIT:.0f} s; records wait for it")
+            self._warn(f"it did not open within {LIMIT:.0f} s; records are queued")
         return self
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """Hand over the record of a step, if it has one."""
+        """Queue the record of a step, if it has one."""
         if record is not None and self.thread.is_alive():
             self.records.put(dict(record))
 
@@ -66,7 +66,7 @@ class Tracking:
         elif self._has_finished():
             self.status = "finished"
         self.records.put(None)
-        # A tracker that opens late gets all records now.
+        # A tracker that opened late now gets all queued records.
         self.thread.join(LIMIT)
         if self.thread.is_alive():
             self._warn(f"it did not close within {LIMIT:.0f} s")
@@ -77,7 +77,7 @@ class Tracking:
         return False
 
     def _work(self) -> None:
-        """Log the records of earlier starts, then those of this one; runs on the thread."""
+        """Log the records of earlier starts, then those of this one; runs in the thread."""
         tracker = self._attempt(Tracker, self.config, self.run_dir, self.step)
         self.opened.set()
         if tracker is None:
@@ -95,22 +95,22 @@ class Tracking:
         step = record["step"]
         if step <= tracker.logged:
             return
-        # The samples come first, since a tracker may end the step with its metrics.
+        # Log samples first, since the metrics may complete the step in a tracker.
         for path in samples_of(self.run_dir, step):
             self._attempt(tracker.sample, path, step)
         self._attempt(tracker.scalars, step, scalars(record), record["time"])
 
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the tracker; an error is a warning, and the result None."""
+        """Call a function of the tracker; after an error, warn and return None."""
         try:
             return call(*arguments)
         except BaseException as error:
-            # Not only Exception, since a tracker may even call sys.exit.
+            # BaseException, since a tracker may even call sys.exit.
             first_line = str(error).partition("\n")[0]
             self._warn(f"{type(error).__name__}: {first_line}")
 
     def _warn(self, problem: str) -> None:
-        """Warn of the first problem; the others are in the log file only."""
+        """Warn of the first problem; write later ones only to the log file."""
         text = "tracker error, training continues: %s"
         if self.warned:
             log.info(text, problem, extra=ONLY_IN_FILES)
@@ -120,7 +120,7 @@ class Tracking:
 
 
 def scalars(record: dict[str, Any]) -> dict[str, float]:
-    """Return the finite metrics of a record by tag: train/loss, perf/step_seconds, ..."""
+    """Return the finite metrics of a record by tag, such as train/loss or perf/step_seconds."""
     tagged: dict[str, float] = {}
     for name, value in record.items():
         if name not in ("step", "time") and finite(value):
@@ -129,7 +129,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _tag(name: str) -> str:
-    """Return the name under which a tracker groups a metric."""
+    """Return a metric's tag, whose prefix is its group in the tracker."""
     if PERFORMANCE.fullmatch(name):
         return f"perf/{name}"
     if name.startswith("validation_"):

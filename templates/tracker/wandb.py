@@ -1,4 +1,4 @@
-"""Weights & Biases: offline, without an account, below RUN_DIR/wandb, or straight to a server."""
+"""Log to Weights & Biases: offline to RUN_DIR/wandb, without an account, or online to a server."""
 
 import html
 import json
@@ -28,11 +28,11 @@ class TrackerConfig:
 
 
 class Tracker:
-    """The log of a run; it has the records up to step `logged`.
+    """Logs a run to Weights & Biases, which has the records up to step `logged`.
 
-    An offline log cannot be continued (one `wandb sync` of a run replaces the one before), so each
-    start writes the whole log again; at the end only the newest is left. A server never changes
-    what was logged: steps that were rolled back keep their first metrics.
+    An offline log cannot be continued, since each `wandb sync` of a run replaces the previous one.
+    So each start writes the whole log again, and removes older logs at the end. A server cannot
+    change logged values: steps that a resume repeats keep their first metrics.
     """
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
@@ -40,9 +40,9 @@ class Tracker:
 
         options = _options(config.tracker, run_dir)
         number = _run_id(run_dir / "wandb.json")
-        # Without a key wandb would ask for one, and training would wait.
+        # Without a key, wandb would prompt for one and block.
         if options["mode"] == "online" and not wandb.login(prompt=False):
-            raise RuntimeError("--tracker.mode online needs `wandb login` first")
+            raise RuntimeError("--tracker.mode online: run `wandb login` first")
         settings = wandb.Settings(**options)
         self.run = wandb.init(id=number, resume="allow", settings=settings)
         folder = Path(self.run.dir).parent
@@ -57,7 +57,7 @@ class Tracker:
         self.run.log({**values, "_timestamp": time}, step=step, commit=True)
 
     def sample(self, path: Path, step: int) -> None:
-        """Log the sample of a step: a text, or a picture."""
+        """Log the sample of a step, which is a text or a picture."""
         from wandb import Html, Image
 
         if path.suffix == ".png":
@@ -65,11 +65,11 @@ class Tracker:
         else:
             text = html.escape(path.read_text("utf-8", "replace"))
             sample = Html(f"<pre>{text}</pre>")
-        # The metrics of the step follow, and commit both.
+        # The metrics of the step are logged next, and commit both.
         self.run.log({"sample": sample}, step=step, commit=False)
 
     def close(self, status: str) -> None:
-        """End the log with the run's status."""
+        """Finish wandb's run with the status of this run."""
         self.run.summary["status"] = status
         exit_code = 1 if status == "failed" else 0
         self.run.finish(exit_code=exit_code)
@@ -78,13 +78,13 @@ class Tracker:
 
 
 def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
-    """Return the settings of wandb, except those that the user's environment sets."""
+    """Return settings for wandb, except those that the user's environment sets."""
     options: dict[str, Any] = {"mode": os.environ.get("WANDB_MODE", config.mode)}
     defaults: dict[str, dict[str, Any]] = {
         "WANDB_PROJECT": {"project": config.project},
         "WANDB_ENTITY": {"entity": config.entity},
         "WANDB_NAME": {"run_name": run_dir.name},
-        # The folder of the run: "runs", or that of a sweep.
+        # The parent folder of the run: "runs", or a sweep's folder.
         "WANDB_RUN_GROUP": {"run_group": run_dir.parent.name},
         "WANDB_DIR": {"root_dir": str(run_dir)},
         "WANDB_CONSOLE": {"console": "off"},
@@ -92,7 +92,7 @@ def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
         "WANDB_INIT_TIMEOUT": {"init_timeout": 20},
         "WANDB_FINISH_TIMEOUT": {"finish_timeout": 15},
     }
-    # In wandb itself a setting would win over its variable.
+    # wandb would prefer a setting to its environment variable; here the variable wins.
     for variable, setting in defaults.items():
         if variable not in os.environ:
             options |= setting
@@ -100,7 +100,7 @@ def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
 
 
 def _run_id(note: Path) -> str:
-    """Return wandb's name of the run, the same at each start."""
+    """Return wandb's id of the run, which is the same at each start."""
     if not note.exists():
         write_json(note, {"id": uuid.uuid4().hex[:12]})
     number = os.environ.get("WANDB_RUN_ID")

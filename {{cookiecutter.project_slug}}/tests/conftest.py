@@ -1,4 +1,4 @@
-"""What the tests share: the tiny preset, and runs of it in this process."""
+"""Helpers of the tests: the tiny preset, and runs of it in this process."""
 
 import gc
 import json
@@ -18,12 +18,12 @@ from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.model import compute_loss
 from {{ cookiecutter.package_name }}.train import State, run
 
-# Each run collects what was there before it: set what is imported aside, once for all tests.
+# Each run collects garbage first. Freeze imported modules once, to keep that fast in all tests.
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
-# Steps are too small for several threads, which would wait for each other on busy cores.
+# Steps are so small that several threads would only wait for each other.
 torch.set_num_threads(1)
-# The run of these tests, whatever the preset `tiny` of your model says of steps and batches.
+# Settings of all runs in these tests, which override the preset `tiny`.
 RUN = {
     "train.steps": 20,
     "train.global_batch_size": 8,
@@ -34,28 +34,28 @@ RUN = {
     "optim.warmup_steps": 5,
     "checkpoint.every": 5,
 }
-# What your project needs besides the preset `tiny`: every run of these tests has it, as in
+# Settings that your project needs in addition to the preset `tiny`, for all runs. For example:
 # SETTINGS = {"data.path": Path("tests/few.bin"), "data.vocabulary": 50257}
 SETTINGS: dict[str, Any] = {}
 # {% include "task/" ~ cookiecutter.task ~ "/test_settings.py" %}
 
 
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
-    """The tiny preset with RUN and SETTINGS on the CPU; changes as in train__steps=7."""
+    """Return the tiny preset with RUN and SETTINGS on the CPU, and changes like train__steps=7."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
     quiet = {"run_dir": run_dir, "device": "cpu", "track": False}
     return override(config.preset("tiny"), RUN | SETTINGS | quiet | named)
 
 
 def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:
-    """Loss, or another figure, by step, from metrics.jsonl."""
+    """Return the loss, or another metric, by step, from metrics.jsonl."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines()
     records = map(json.loads, lines)
     return {record["step"]: record[name] for record in records if name in record}
 
 
 def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
-    """Run to the end in this process; the weights at a step (default: the last)."""
+    """Run to the end in this process; return the weights at a step (default: the last)."""
     weights: dict[str, torch.Tensor] = {}
 
     def keep(state: State, record: dict | None) -> None:
@@ -67,41 +67,41 @@ def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
 
 
 def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:
-    """A callback of this method alone."""
+    """Return a callback with only this method."""
     return SimpleNamespace(after_step=call)
 
 
 def same(weights: dict[str, Any], others: dict[str, Any], near: float = 0) -> None:
-    """Assert that the names and all values are equal, or as near as stated."""
+    """Assert that names and values are equal, or differ at most by `near`."""
     torch.testing.assert_close(weights, others, atol=near, rtol=10 * near)
 
 
 def weights_of(state: State) -> dict[str, torch.Tensor]:
-    """Copies of the parameters, by name."""
+    """Return copies of the parameters by name."""
     return {name: p.detach().clone() for name, p in state.model.named_parameters()}
 
 
 def random_state() -> bytes:
-    """The states of the generators that a model or a dataset draws from by default."""
+    """Return the states of the global generators of torch, NumPy and Python."""
     return pickle.dumps((torch.get_rng_state().numpy(), np.random.get_state(), random.getstate()))
 
 
 def draws(call: Callable[[], object]) -> bool:
-    """Whether a call draws random numbers."""
+    """Tell whether a call draws random numbers."""
     before = random_state()
     call()
     return random_state() != before
 
 
 def read(dataset: Any, ids: list[int]) -> Any:
-    """Samples as the loader reads them, before they are collated and augmented."""
+    """Read samples as the loader does, before they are collated and augmented."""
     if hasattr(dataset, "__getitems__"):
         return dataset.__getitems__(ids)
     return [dataset[i] for i in ids]
 
 
 class Recorder:
-    """The first samples of a dataset; it notes what is read, and in which mode the model is."""
+    """The first samples of a dataset; records the ids that are read, and the model's mode."""
 
     def __init__(self, dataset: Any, count: int, model: torch.nn.Module) -> None:
         self.dataset, self.count, self.model = dataset, min(count, len(dataset)), model
@@ -120,7 +120,7 @@ class Recorder:
 
 
 def contents(value: Any) -> list[Any]:
-    """The tensors of a batch as NumPy arrays, and its other values, in one list."""
+    """Return the tensors of a batch as NumPy arrays, and its other values, in one list."""
     if isinstance(value, torch.Tensor):
         return [value.detach().numpy()]
     if isinstance(value, dict):
@@ -134,12 +134,12 @@ def contents(value: Any) -> list[Any]:
 
 
 def digest(value: Any) -> bytes:
-    """Equal for batches with equal contents."""
+    """Return bytes that are equal for batches with equal contents."""
     return pickle.dumps([np.ascontiguousarray(each).tobytes() for each in contents(value)])
 
 
 def loss_draws(state: State, training: bool) -> bool:
-    """Whether the loss draws random numbers in training, or in evaluation: it is measured."""
+    """Tell, by trying, whether the loss draws random numbers in training or in evaluation mode."""
     (batch, *_) = state.loader.of(0, state.plan)
     modes = {module: module.training for module in state.model.modules()}
     state.buffers.keep()
@@ -147,7 +147,7 @@ def loss_draws(state: State, training: bool) -> bool:
     before = random_state()
     first = compute_loss(state.model, batch).total
     drawn = random_state() != before
-    # A generator of the model's own shows in the loss only.
+    # If the model has its own generator, only the loss shows it.
     drawn = drawn or not torch.equal(compute_loss(state.model, batch).total, first)
     state.buffers.put_back(True)
     for module, mode in modes.items():
@@ -156,20 +156,20 @@ def loss_draws(state: State, training: bool) -> bool:
 
 
 def has_first_batches(state: State) -> bool:
-    """Whether a batch has the form of the data that this project began with."""
+    """Tell whether a batch has the keys of the template's own data."""
     batch = state.loader.of(0, state.plan)[0]
     return isinstance(batch, dict) and batch.keys() == FIRST_BATCH
 
 
 def skip_batch_statistics(model: torch.nn.Module, reason: str) -> None:
-    """Skip the test for a model whose batch statistics it cannot hold for."""
+    """Skip the test for a model with batch statistics that are not frozen."""
     norms = (m for m in model.modules() if isinstance(m, torch.nn.modules.batchnorm._BatchNorm))
-    if any(norm.training for norm in norms):  # else they are frozen
+    if any(norm.training for norm in norms):
         pytest.skip(f"not applicable: {reason}")
 
 
 def skip_stream(state: State, reason: str) -> None:
-    """Skip the test for training data without numbers."""
+    """Skip the test if the training data is a stream."""
     if hasattr(state.loader, "stream"):
         pytest.skip(f"not applicable: {reason}")
 
@@ -182,7 +182,7 @@ def skip_random(state: State, training: bool = False) -> None:
 
 
 def skip_drawn_batches(*datasets: Any) -> None:
-    """Skip the test if what is drawn for a sample depends on the batch that it is read with."""
+    """Skip the test if a sample's random numbers depend on the batch that it is read with."""
     for dataset in datasets:
         if hasattr(dataset, "__getitems__") and draws(lambda: dataset.__getitems__([0])):  # noqa: B023
             pytest.skip("not applicable: __getitems__ draws random numbers for a whole batch")

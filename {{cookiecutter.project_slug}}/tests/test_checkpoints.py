@@ -1,4 +1,4 @@
-"""Checkpoints are published whole or not at all, and damage is found."""
+"""Checkpoints are published completely or not at all, and damage is detected."""
 
 import json
 import random
@@ -14,7 +14,7 @@ from {{ cookiecutter.package_name }}.distributed import Group
 
 
 def write(directory: Path) -> list[str]:
-    """Two files, as a rank would write them."""
+    """Write two files, as a rank would."""
     (directory / "a.bin").write_bytes(bytes(range(256)) * 9)
     (directory / "b.bin").write_bytes(b"weights")
     return ["a.bin", "b.bin"]
@@ -119,6 +119,6 @@ def test_no_code_from_a_file_runs(tmp_path: Path) -> None:
             return Path.touch, (tmp_path / "executed",)
 
     torch.save({"weight": Attack()}, tmp_path / "attack.pt")
-    with pytest.raises(CheckpointError, match="was refused"):
+    with pytest.raises(CheckpointError, match="cannot be loaded"):
         OneFile(tmp_path / "attack.pt")
     assert not (tmp_path / "executed").exists()

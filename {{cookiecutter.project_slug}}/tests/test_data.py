@@ -1,4 +1,4 @@
-"""The data: what is validated is not trained on, and a sample is the same whenever it is read."""
+"""Training and validation data are separate, and a sample is the same whenever it is read."""
 
 import dataclasses
 import functools
@@ -20,7 +20,7 @@ from {{ cookiecutter.package_name }}.errors import UserError
 from {{ cookiecutter.package_name }}.sampling import fetch, fixed_subset
 from {{ cookiecutter.package_name }}.train import State, setup
 
-# Seconds to look for a validation sample in the training data.
+# Seconds to spend on looking for validation samples in the training data.
 PATIENCE = 2.0
 
 
@@ -30,7 +30,7 @@ def state() -> State:
 
 
 def ends_and_some(size: int, count: int) -> list[int]:
-    """The first ids, the last ones, then others at random: `count` of them, or all."""
+    """Return `count` ids, or all: the first ones, the last ones, and random ones."""
     if size <= count:
         return list(range(size))
     third = count // 3
@@ -39,7 +39,7 @@ def ends_and_some(size: int, count: int) -> list[int]:
 
 
 def digests(dataset: Any, ids: list[int]) -> list[bytes]:
-    """What samples contain, one by one, for as long as there is patience."""
+    """Return digests of samples, read one by one, for at most `PATIENCE` seconds."""
     result: list[bytes] = []
     began = time.monotonic()
     for i in ids:
@@ -60,12 +60,12 @@ def test_no_sample_is_both_trained_on_and_validated(state: State) -> None:
     if len({*trained}) < 0.9 * len(trained):
         pytest.skip("not applicable: the training data has many samples more than once")
     both = [sample for sample in validated if sample in {*trained}]
-    # Data may have a few samples twice.
+    # Data may contain a few samples twice.
     assert len(both) <= len(validated) / 2, f"{len(both)} of {len(validated)} are in both"
 
 
 def test_a_sample_is_the_same_whenever_it_is_read(state: State) -> None:
-    """Alone or in a batch, before or after others."""
+    """It may be read alone or in a batch, before or after others."""
     dataset = state.validation
     if draws(lambda: read(dataset, [0])):
         pytest.skip("not applicable: samples draw random numbers")
@@ -80,7 +80,7 @@ def test_a_sample_is_the_same_whenever_it_is_read(state: State) -> None:
 
 
 def test_a_built_dataset_is_the_same_again(state: State) -> None:
-    """The order and the split do not depend on anything that is not in the settings."""
+    """Order and split depend only on the settings."""
     again = setup(state.config)
     assert again.spec == state.spec
     assert len(again.validation) == len(state.validation)
@@ -95,27 +95,28 @@ def test_validation_data_is_not_augmented(state: State) -> None:
     batch = fetch(state.validation, np.arange(2))
     keys = np.array([3, 2**63 + 11], np.uint64)
     values = fetch(state.validation, np.arange(2), keys)
-    if isinstance(batch, dict):  # `augment` may add what only training needs
+    # `augment` may add values that only training needs.
+    if isinstance(batch, dict):
         values = {name: values[name] for name in batch}
     assert digest(values) == digest(batch)
 
 
 def test_data_that_says_so_draws_no_random_numbers(state: State) -> None:
     if getattr(state.loader.source.dataset, "draws", True):
-        pytest.skip("not applicable: what this data draws is seeded")
+        pytest.skip("not applicable: this data may draw random numbers, and is seeded")
     assert not draws(lambda: state.loader.of(0, state.plan))
 
 
 @functools.cache
 def is_first_data() -> bool:
-    """Whether data.py is the one that this project began with, by what a batch has."""
+    """Tell whether data.py is the template's own, by the keys of a batch."""
     _, validation, _ = build_datasets(tiny(Path("unused")))
     batch = read(validation, [0])
     return isinstance(batch, dict) and batch.keys() == FIRST_BATCH
 
 
 def own_data(**changes: Any) -> tuple[Any, Any, Any]:
-    """The datasets of changed settings; skips the test for data without these settings."""
+    """Return the datasets for changed settings; skip the test for data without these settings."""
     names = {setting.name for setting in dataclasses.fields(DataConfig)}
     if not {*changes} <= names or not is_first_data():
         pytest.skip("not applicable: other data")

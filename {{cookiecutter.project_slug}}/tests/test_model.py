@@ -1,4 +1,4 @@
-"""The model, its batches and its optimizer: yours to replace, together with model.py."""
+"""Tests of the model, its batches and its optimizer: yours to replace, together with model.py."""
 
 import dataclasses
 import math
@@ -18,8 +18,8 @@ from conftest import has_first_batches, loss_draws, tiny
 from {{ cookiecutter.package_name }}.model import ModelConfig, blocks, compute_loss
 from {{ cookiecutter.package_name }}.train import State, setup, train_step
 
-# The loss of a batch that is learned by heart, beside its first one. A loss that cannot come near
-# 0, such as one with noisy targets, needs a larger number.
+# After training on one batch, its loss must be below this fraction of the first loss. If the loss
+# cannot approach 0, as with noisy targets, use a larger number.
 LEARNED = 0.4
 
 

@@ -1,4 +1,4 @@
-"""The order of samples: complete, random, and the same on any number of ranks."""
+"""The order of samples is complete, random, and the same on any number of ranks."""
 
 import numpy as np
 import pytest
@@ -15,12 +15,13 @@ def test_a_permutation_gives_every_sample_once(size: int) -> None:
 
 @pytest.mark.parametrize("size", [500, 50_000])
 def test_a_permutation_looks_random(size: int) -> None:
-    """Where a fixed sample lands over many keys: every tenth of the epoch as often as another."""
+    """Over many keys, a fixed sample is in each tenth of the epoch about equally often."""
     places = np.arange(size)
     landings = [int(np.flatnonzero(Permutation(size, k)(places) == 0)[0]) for k in range(200)]
     counts = np.bincount(np.array(landings) * 10 // size, minlength=10)
     chi_squared = ((counts - 20) ** 2 / 20).sum()
-    assert chi_squared < 27.9  # one in a thousand is above, for nine degrees of freedom
+    # With nine degrees of freedom, the statistic exceeds 27.9 once in a thousand cases.
+    assert chi_squared < 27.9
 
 
 def test_epochs_follow_each_other_without_a_gap() -> None:

@@ -1,7 +1,7 @@
-"""A step, its schedule and its samples: each equals the same, computed by hand.
+"""A step, its schedule and its samples are compared with a plain computation.
 
-They run on your model, data, loss and optimizer. Where a property cannot hold for these, or cannot
-be told, the test is skipped with the reason.
+The tests use your model, data, loss and optimizer. If a property cannot hold for these, or cannot
+be checked, the test is skipped with the reason.
 """
 
 import dataclasses
@@ -28,24 +28,24 @@ from {{ cookiecutter.package_name }}.schedule import ScheduleConfig, learning_ra
 from {{ cookiecutter.package_name }}.train import setup, train_step
 
 CPU = torch.device("cpu")
-# A gradient this small beside the largest one is rounding: it is 0, as that of a key's bias. Adam
-# makes steps of full size of it, which differ from run to run.
+# A gradient this small relative to the largest one is a rounding error of 0, as for the bias of
+# keys in attention. Adam makes full-size steps of it, which differ from run to run.
 ROUNDING = 1e-5
 
 
 def gradients(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    """The gradients of all parameters that have one."""
+    """Return the gradients of all parameters that have one."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     return [p.grad for p in parameters if p.grad is not None]
 
 
 def norm_of(optimizer: torch.optim.Optimizer) -> torch.Tensor:
-    """The norm of all gradients together."""
+    """Return the norm of all gradients together."""
     return torch.nn.utils.get_total_norm(gradients(optimizer))
 
 
 def test_the_loop_does_what_a_plain_one_does() -> None:
-    """Accumulation, scale, clipping, schedule, random numbers, sums; no gradient is left over."""
+    """This covers accumulation, scaling, clipping, schedule, random numbers and sums."""
     schedule = {"train__steps": 9, "optim__warmup_steps": 3, "optim__final_fraction": 0.1}
     settings = tiny(Path("unused"), train__micro_batch_size=3, **schedule)
     state, plain = setup(settings), setup(settings)
@@ -55,7 +55,7 @@ def test_the_loop_does_what_a_plain_one_does() -> None:
     largest: dict[str, torch.Tensor] = {}
     losses, samples, clip = 0.0, 0.0, 0.0
     for step in range(9):
-        # By hand: the gradient of (sum of all losses) / (sum of all counts).
+        # Compute the gradient of (sum of all losses) / (sum of all counts).
         batches = plain.loader.next()
         seed_random(settings.train.seed, STEP, step, 0, device=CPU)
         if schedule_free:
@@ -70,7 +70,7 @@ def test_the_loop_does_what_a_plain_one_does() -> None:
         for gradient in gradients(plain.optimizer):
             gradient /= count
         norm = float(norm_of(plain.optimizer))
-        # One that bites in some steps and not in others.
+        # A clip value that is exceeded in some steps only.
         clip = clip or 0.7 * norm
         factor = min(1.0, clip / norm)
         for gradient in gradients(plain.optimizer):
@@ -102,7 +102,7 @@ def test_the_loop_does_what_a_plain_one_does() -> None:
 
 
 def test_data_and_weights_are_drawn_from_the_seed(monkeypatch) -> None:
-    """Whatever was drawn before, by torch, NumPy or Python."""
+    """Earlier random numbers of torch, NumPy or Python do not matter."""
     states = []
 
     def note_state(settings: Any) -> Any:
@@ -119,7 +119,7 @@ def test_data_and_weights_are_drawn_from_the_seed(monkeypatch) -> None:
 
 
 def test_a_micro_batch_of_weight_0_adds_nothing() -> None:
-    """A rank without samples left takes one, since all ranks have to take part."""
+    """A rank without samples takes one with weight 0, since all ranks must take part."""
     states = []
     for weights in ([1.0], [1.0, 0.0]):
         state = setup(tiny(Path("unused"), optim__clip=0.0))
@@ -154,7 +154,8 @@ def test_a_step_changes_all_that_has_a_gradient() -> None:
     state = setup(tiny(Path("unused"), optim__warmup_steps=0))
     parameters = [p for group in state.optimizer.param_groups for p in group["params"]]
     trained = [p for p in state.model.parameters() if p.requires_grad]
-    assert {*map(id, parameters)} == {*map(id, trained)}, "not those that require a gradient"
+    optimized = {*map(id, parameters)}
+    assert optimized == {*map(id, trained)}, "the optimizer has other parameters than are trained"
     assert len({*map(id, parameters)}) == len(parameters), "a parameter is in two groups"
     largest: dict[str, float] = {}
 
@@ -170,7 +171,7 @@ def test_a_step_changes_all_that_has_a_gradient() -> None:
     after = weights_of(state)
     for name, size in largest.items():
         if size > ROUNDING * max(largest.values()):
-            assert not torch.equal(after[name], before[name]), f"{name} stays as it is"
+            assert not torch.equal(after[name], before[name]), f"{name} does not change"
     for name in before.keys() - largest.keys():
         assert torch.equal(after[name], before[name]), f"{name} changes without a gradient"
 
@@ -210,7 +211,7 @@ def test_a_step_that_is_not_finite_is_skipped(monkeypatch) -> None:
 
 
 def test_a_step_with_its_flag_set_changes_nothing() -> None:
-    """On a GPU a fused optimizer is told so by a flag, which the host does not read."""
+    """On a GPU a fused optimizer reads this flag on the device, without the host."""
     state = setup(tiny(Path("unused"), optim__ema=0.5))
     optimizer: Any = state.optimizer
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
@@ -230,14 +231,14 @@ def test_a_step_with_its_flag_set_changes_nothing() -> None:
 
 
 def library_line(error: BaseException) -> str:
-    """The line of a library that raised an error; "" for one of this project."""
+    """Return the line of a library that raised an error; "" if this project raised it."""
     project = Path(training.__file__).parent
     torch_folder = Path(torch.__file__).parent
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         path = Path(frame.filename)
         if path.is_relative_to(project):
             return ""
-        # What has no public name in torch is part of the operator: the line above it called that.
+        # Private modules of torch belong to the operator that the frame above has called.
         inside = path.relative_to(torch_folder) if path.is_relative_to(torch_folder) else path
         if inside.parts[0].startswith("_"):
             continue
@@ -246,9 +247,9 @@ def library_line(error: BaseException) -> str:
 
 
 def test_a_step_reads_no_value_on_the_host(monkeypatch) -> None:
-    """`if tensor`, .item() or float() would wait for a GPU: tensors on `meta` have no values."""
+    """`if tensor`, .item() or float() would wait for a GPU; on `meta` they raise an error."""
     monkeypatch.setattr(training, "step_unless", lambda bad, optimizer: optimizer.step())
-    # The first step checks what compute_loss returns, and may wait for that.
+    # The first step checks the result of compute_loss, and may read values for that.
     first = setup(tiny(Path("unused")))
     train_step(first, first.loader.next())
     state = setup(tiny(Path("unused")), World(rank=0, size=1, device=torch.device("meta")))
@@ -269,7 +270,7 @@ def test_a_step_reads_no_value_on_the_host(monkeypatch) -> None:
 @pytest.mark.parametrize(
     ("schedule", "rates"),
     [
-        # By step 0, 3 (the end of the warm-up), 4, 8 (half way down) and 12 (the end).
+        # The rates at step 0, 3 (end of the warm-up), 4, 8 (half of the decay) and 12 (the end).
         ("cosine", [0.5, 2.0, 2.0, 1.1, 0.2]),
         ("linear", [0.5, 2.0, 2.0, 1.1, 0.2]),
         ("wsd", [0.5, 2.0, 2.0, 2.0, 0.2]),
@@ -297,7 +298,7 @@ def test_epochs_and_overfit_count_samples() -> None:
 
 
 def test_other_steps_read_other_samples() -> None:
-    """As the order of the samples says, and the same ones again at the same step."""
+    """A step reads the samples given by the order, and the same ones again in another run."""
     state = setup(tiny(Path("unused")))
     if hasattr(state.loader, "stream"):
         pytest.skip("not applicable: a stream is read in its own order")

@@ -1,4 +1,4 @@
-"""The loop on your model and data: it learns, resumes exactly, and refuses what would not be."""
+"""The loop runs on your model and data, resumes exactly, and refuses to resume anything else."""
 
 import contextlib
 import dataclasses
@@ -39,22 +39,23 @@ from {{ cookiecutter.package_name }}.model import build_model
 from {{ cookiecutter.package_name }}.run.directory import RunDirectory
 from {{ cookiecutter.package_name }}.train import State, run, setup
 
-INFER = Path(training.__file__).with_name("infer.py").exists()  # yours to delete
+# You may delete infer.py.
+INFER = Path(training.__file__).with_name("infer.py").exists()
 
 
 def interrupt(number: int = signal.SIGTERM):
-    """A callback that signals this process at step 7."""
+    """Return a callback that sends a signal to this process at step 7."""
     return after_step(lambda state, _: state.step == 7 and os.kill(os.getpid(), number))
 
 
 def main_with(monkeypatch, *words: str) -> int:
-    """The exit code of a command."""
+    """Run a command and return its exit code."""
     monkeypatch.setattr("sys.argv", ["program", *words])
     return main()
 
 
 def records(run_dir: Path) -> list[dict]:
-    """What metrics.jsonl says of the steps after an interruption, but not how long they took."""
+    """Return the records of metrics.jsonl after the interruption, without times and memory."""
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     unequal = re.compile(".*(second|bytes|time|mfu)")
     return [
@@ -64,13 +65,13 @@ def records(run_dir: Path) -> list[dict]:
     ]
 
 
-# With an average, which a checkpoint has to hold, too.
+# With an EMA, which a checkpoint must save, too.
 INTERRUPTED = {"optim__ema": 0.9, "train__log_every": 1}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, torch.Tensor]]:
-    """A run directory, and the weights at the end."""
+    """Train without interruption; return the run directory and the final weights."""
     run_dir = tmp_path_factory.mktemp("undisturbed")
     return run_dir, train(tiny(run_dir, **INTERRUPTED))
 
@@ -100,13 +101,13 @@ def test_another_way_changes_no_name_and_no_result(tmp_path, changes, near, capl
     if "train__activation_checkpointing" in changes:
         skip_batch_statistics(setup(tiny(tmp_path)).model, "they would be updated twice")
     if "train__loader_workers" in changes:
-        skip_stream(setup(tiny(tmp_path)), "a stream is read ahead by workers of its own")
+        skip_stream(setup(tiny(tmp_path)), "a stream does not use the loader's workers")
     steps = {"train__steps": 6, "train__log_every": 1}
     plain = train(tiny(tmp_path / "a", **steps))
     caplog.set_level("INFO")
     other = train(tiny(tmp_path / "b", **steps, **changes))
     if near:
-        # Weights whose gradient is 0 follow its rounding, which the loss does not see.
+        # Weights with a gradient of 0 follow its rounding error, which does not affect the loss.
         assert plain.keys() == other.keys()
         for figure in ("loss", "validation_loss"):
             expected = losses(tmp_path / "a", figure)
@@ -123,7 +124,7 @@ def test_training_can_be_traced_while_it_runs(tmp_path: Path) -> None:
 
 def test_an_interrupted_validation_is_done_at_the_resume(tmp_path: Path, monkeypatch) -> None:
     class Stopping:
-        """Validation data that is read at step 10 when the signal comes."""
+        """Validation data that sends a stop signal when it is read at step 10."""
 
         def __init__(self, state: State) -> None:
             self.state, self.dataset = state, state.validation
@@ -153,7 +154,8 @@ def test_an_interrupted_validation_is_done_at_the_resume(tmp_path: Path, monkeyp
 
 
 def test_bfloat16_learns_what_float32_does(tmp_path: Path) -> None:
-    skip_random(setup(tiny(tmp_path)), training=True)  # bfloat16 draws other numbers
+    # In bfloat16 other random numbers are drawn.
+    skip_random(setup(tiny(tmp_path)), training=True)
     for precision in ("bf16", "fp32"):
         train(tiny(tmp_path / precision, train__precision=precision, train__steps=10))
     expected = losses(tmp_path / "fp32")
@@ -196,7 +198,7 @@ def test_other_data_is_not_taken_for_this(tmp_path: Path, monkeypatch) -> None:
     def other_data(settings: Config) -> tuple:
         training_set, validation, spec = build_datasets(settings)
         if not dataclasses.is_dataclass(spec):
-            pytest.skip("not applicable: the spec is no dataclass")
+            pytest.skip("not applicable: the spec is not a dataclass")
         return training_set, validation, dataclasses.replace(spec, fingerprint="of other data")
 
     monkeypatch.setattr(training, "build_datasets", other_data)
@@ -205,7 +207,7 @@ def test_other_data_is_not_taken_for_this(tmp_path: Path, monkeypatch) -> None:
 
 
 def test_a_record_is_the_mean_since_the_last_one(tmp_path: Path) -> None:
-    """And what is due at a step is done there: validation, and a checkpoint."""
+    """Validations and checkpoints happen at the steps at which they are due."""
     sums: dict[int, list[float]] = {}
 
     def note(state: State, record: dict | None) -> None:
@@ -244,7 +246,7 @@ def test_a_damaged_checkpoint_costs_one_interval(tmp_path: Path, caplog) -> None
 
 @pytest.mark.parametrize("on_failure", ["continue", "stop"])
 def test_a_failed_save_costs_only_itself(tmp_path: Path, on_failure: str) -> None:
-    """The system refuses to write large files for a while, as on a full disk."""
+    """For some steps the system refuses to write large files, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
 
     def squeeze(state: State, record: dict | None) -> None:
@@ -269,12 +271,17 @@ def test_a_failed_save_costs_only_itself(tmp_path: Path, on_failure: str) -> Non
 
 
 def test_a_checkpoint_holds_its_own_step(tmp_path: Path, monkeypatch) -> None:
-    """However slow the copying: the optimizer has to wait for it."""
-    name = "copy_on_one_core"
-    for module in [m for key, m in sys.modules.items() if key.startswith(training.__package__)]:
-        if copy := getattr(module, name, None):  # of a checkpoint that is saved in the background
-            slow = lambda *pairs, copy=copy: (time.sleep(0.3), copy(*pairs))  # noqa: E731
-            monkeypatch.setattr(module, name, slow)
+    """The optimizer waits for the copies of a save, even if they are slow."""
+    # Only checkpoints that are saved in the background have this module.
+    staging = sys.modules.get(f"{training.__package__}.checkpoint.staging")
+    if staging is not None:
+        finish = staging.HostBuffers.finish
+
+        def finish_late(buffers: Any) -> None:
+            time.sleep(0.3)
+            finish(buffers)
+
+        monkeypatch.setattr(staging.HostBuffers, "finish", finish_late)
     settings = tiny(tmp_path, train__steps=8)
     weights, model = train(settings, at=5), setup(settings).model
     load_weights(tmp_path, model, 5, Group())
@@ -335,7 +342,8 @@ def test_bad_settings_are_told_in_one_line(tmp_path: Path, capsys, monkeypatch) 
         assert main_with(monkeypatch, *words) == 2
         assert message in capsys.readouterr().err
     assert main_with(monkeypatch, "train", "--train.global-batch-size", "0") == 2
-    assert "must be at least 1" in capsys.readouterr().err  # in a box of its own
+    # tyro prints this error in a box.
+    assert "must be at least 1" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 
@@ -360,20 +368,23 @@ def test_the_commands_work_on_a_finished_run(tmp_path: Path, capfd, monkeypatch)
     train(tiny(tmp_path))
     assert "best" in command("verify")
     settings = ("--config", str(tmp_path / "config.json"))
-    pytest.importorskip(f"{training.__package__}.workflow.stage")  # or you deleted it
+    # You may delete workflow/.
+    pytest.importorskip(f"{training.__package__}.workflow.stage")
     from {{ cookiecutter.package_name }}.workflow import STAGES, baseline
 
     monkeypatch.setattr(baseline, "MEASURED", 8)
     if "profile" in STAGES:
         from {{ cookiecutter.package_name }}.workflow import interleaved
 
-        monkeypatch.setattr(interleaved, "SECONDS", 0.1)  # what is measured does not matter here
+        # The measurements do not matter here, so make them short.
+        monkeypatch.setattr(interleaved, "SECONDS", 0.1)
         monkeypatch.setattr(interleaved, "WINDOW", 0.01)
         monkeypatch.setattr(interleaved, "WINDOWS", (2, 2))
         few = ("--profile.wait", "0", "--profile.warmup", "1", "--profile.active", "1")
         assert "top operators" in command("profile", *settings, *few)
         assert list((tmp_path / "traces").glob("*.json.gz"))
-    assert "deterministic" in command("baseline", *settings, codes=(0, 1))  # 1: a slow machine
+    # On a slow machine a check may fail (exit code 1).
+    assert "deterministic" in command("baseline", *settings, codes=(0, 1))
     (tmp_path / "checkpoints/step_00000020/manifest.json").unlink()
     assert "DAMAGED" in command("verify", codes=(1,))
     report = json.loads((tmp_path / "workflow/baseline.json").read_text())

@@ -1,4 +1,4 @@
-"""Validation, of the weights and of their average (EMA): each equals the same, computed by hand."""
+"""Validation of the weights and of their EMA is compared with a plain computation."""
 
 import contextlib
 from pathlib import Path
@@ -18,7 +18,7 @@ from {{ cookiecutter.package_name }}.validation import validate_averaged
 
 
 def sums_of(model: torch.nn.Module, batch: Any) -> dict[str, np.ndarray]:
-    """The sum and the divisor of the loss, and of each metric."""
+    """Return the sum and the count of the loss and of each metric."""
     loss = compute_loss(model, batch)
     pairs = {"loss": (loss.total, loss.count)}
     for name, metric in loss.metrics.items():
@@ -28,7 +28,7 @@ def sums_of(model: torch.nn.Module, batch: Any) -> dict[str, np.ndarray]:
 
 @torch.no_grad()
 def test_validation_is_the_mean_over_all_samples(monkeypatch) -> None:
-    """Of each sample's own loss, in evaluation, however they are divided; nothing is changed."""
+    """The mean does not depend on how samples are batched, and validation changes nothing."""
     uneven = {"train__global_batch_size": 7, "train__micro_batch_size": 3}
     state = setup(tiny(Path("unused"), train__validate_samples=0, **uneven))
     recorder = Recorder(state.validation, 17, state.model)
@@ -62,7 +62,7 @@ def test_validation_is_the_mean_over_all_samples(monkeypatch) -> None:
     rounding = abs(together["loss"][0] - alone) / (abs(alone) + 1e-6)
     if not rounding < 1e-3:
         pytest.skip("not applicable: the loss of a sample depends on the others of its batch")
-    # Means over samples and over batches are near each other while nothing is learned.
+    # An untrained model has about the same loss everywhere, so require close agreement.
     near = max(1e-5, 3 * rounding)
     expected = {f"validation_{name}": total / n for name, (total, n) in totals.items()}
     assert figures == pytest.approx(expected, rel=near, abs=1e-6, nan_ok=True)
@@ -77,10 +77,10 @@ def test_a_stopped_validation_has_no_result() -> None:
 
 
 def test_the_average_of_the_weights_follows_its_formula() -> None:
-    """At first with a smaller decay. Validation puts the weights back, whatever happens there."""
+    """The decay is smaller at first. Weights are restored even if the block raises an error."""
     state = setup(tiny(Path("unused"), optim__ema=0.2, optim__warmup_steps=0))
     if hasattr(state.optimizer, "eval"):
-        pytest.skip("not applicable: a schedule-free optimizer has an average of its own")
+        pytest.skip("not applicable: a schedule-free optimizer has its own average")
     average: dict[str, torch.Tensor] = {}
     for step in range(4):
         train_step(state, state.loader.next())

@@ -1,4 +1,4 @@
-"""The ranks of a run: joining, agreeing, stopping, noticing hangs and stragglers."""
+"""Coordinate the ranks of a run: join, agree, stop, and detect hangs and stragglers."""
 
 from .agreement import Group as Group
 from .agreement import require_same_model as require_same_model

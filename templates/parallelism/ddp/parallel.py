@@ -1,6 +1,6 @@
-"""Data parallel: every rank holds the whole model, gradients are averaged (DDP).
+"""Data parallelism with DDP: every rank holds the whole model, and gradients are averaged.
 
-Under torchrun there is a process group; a plain process runs without one, as one rank.
+Under torchrun there is a process group; a plain process is one rank without a group.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ SHARDED = False
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is spread: data parallel, the model whole on every rank."""
+    """Settings of data parallelism (DDP)."""
 
     timeout_minutes: float = 10.0
     """Abort when a step takes longer than this (minutes)."""
@@ -45,30 +45,30 @@ def check_ranks(config: ParallelConfig, ranks: int) -> None:
 
 
 def reduces_each_micro_batch(config: ParallelConfig) -> bool:
-    """Return whether the ranks sum gradients after each micro-batch, not once in a step."""
+    """Return whether gradients are reduced after each micro-batch instead of once per step."""
     return False
 
 
 def reshards_after_forward(config: ParallelConfig) -> bool:
-    """Return whether a block's weights are gathered for forward, and again for backward."""
+    """Return whether a block's weights are gathered in forward and again in backward."""
     return False
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Build the model, on every rank."""
+    """Build the model on every rank."""
     return make()
 
 
 class DdpModule(nn.Module):
-    """Calls the model, or a function with the model as its first argument; DDP wraps this module.
+    """The module that DDP wraps: calls the model, or a function of the model.
 
-    So `compute_loss` gets the user's model, not DDP's wrapper, and may call it several times.
+    So `compute_loss` gets the user's model instead of DDP's wrapper, and may call it several times.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
-        # Looked up once: `require_gradients` reads them at each step.
+        # Listed once, since `require_gradients` needs them at each step.
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
@@ -88,7 +88,7 @@ def wrap(
     if not world.distributed:
         return model
     inner = DdpModule(model)
-    # DDP cannot send sparse buffers. Each rank has built the same ones.
+    # DDP cannot send sparse buffers; each rank has built the same ones anyway.
     sparse = [name for name, buffer in inner.named_buffers() if buffer.layout != torch.strided]
     DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(inner, sparse)
     module = DistributedDataParallel(
@@ -97,19 +97,19 @@ def wrap(
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    # `agree_on_buffers` does that, once a step and not at each forward.
+    # `agree_on_buffers` synchronizes buffers once per step instead of at each forward.
     module.broadcast_buffers = False
     return module
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Take a `step` that changes nothing, if the first step would sum gradients in another order.
+    """Run a `step` without effect if the first real step would sum gradients in another order.
 
-    After its first backward DDP puts the gradients into other buckets. Of three numbers or more,
-    the order in which they are summed depends on their place in a bucket: so without this the first
-    step after a resume would not have the bits of the same step in a run that was not interrupted.
+    After its first backward, DDP rebuilds its buckets. With three or more ranks, the position in a
+    bucket determines the order of summation. Without the extra step, the first step after a resume
+    would differ in its bits from the same step of an uninterrupted run.
     """
-    # With --parallel.find-unused-parameters the buckets stay as they are.
+    # With --parallel.find-unused-parameters DDP does not rebuild its buckets.
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return
     if dist.get_world_size() > 2:
@@ -117,7 +117,7 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """Compute the loss of a batch by the model, inside DDP; matrix products in the run's dtype."""
+    """Compute the loss of a batch inside DDP, with autocast to the run's dtype."""
     autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if state.compute_dtype != torch.float32:
         autocast = torch.autocast(state.world.device.type, state.compute_dtype)
@@ -127,8 +127,8 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
         try:
             return state.module(batch, function=compute_loss)
         except RuntimeError as error:
-            # DDP notices only at the next forward that a parameter got no gradient, and gives its
-            # number, not its name.
+            # DDP notices a parameter without gradient only at the next forward, and reports its
+            # index instead of its name.
             unused = re.search(r"not receive grad for rank \d+: (\d+)", str(error))
             if not unused:
                 raise
@@ -140,16 +140,16 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Wrap a micro-batch's forward and backward; in the last one, gradients are reduced."""
+    """Return the context of a micro-batch: gradients are reduced only in the last one."""
     if last or not isinstance(state.module, DistributedDataParallel):
         return contextlib.nullcontext()
     return state.module.no_sync()
 
 
 def require_gradients(state: "State") -> None:
-    """UserError for a parameter that has got no gradient on this rank, after the step's backward.
+    """Raise UserError for a parameter without gradient on this rank, after the step's backward.
 
-    On the other ranks DDP would wait for it, and take the next collective of this one in its place.
+    Otherwise DDP on other ranks would wait for it, and mistake this rank's next collective for it.
     """
     module = state.module
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
@@ -163,17 +163,17 @@ def require_gradients(state: "State") -> None:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds: all of it."""
+    """Return this rank's shard of a tensor, which is the whole tensor."""
     return tensor
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `tensor`, of which this rank holds `part`: all of it."""
+    """Return a tensor like `tensor` with `part` as this rank's shard, which is the whole tensor."""
     return part
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor, which each rank has."""
+    """Return the full tensor, which each rank holds."""
     return tensor
 
 
@@ -183,18 +183,18 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many ranks hold this rank's part of a tensor, and its index among them."""
+    """Return how many ranks hold this rank's shard of a tensor, and its index among them."""
     return size, rank
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """RankError, on every rank, if two ranks have loaded different bits."""
+    """Raise RankError, on every rank, if two ranks have loaded different bits."""
     require_same({LOADED: bit_sum(tensors)}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
-    """Compute the 2-norm of all gradients together: a scalar on the device, alike on every rank."""
-    # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
+    """Compute the 2-norm of all gradients: a scalar on the device, the same on every rank."""
+    # Like torch.nn.utils.get_total_norm, which first groups by device and dtype at twice the cost.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
@@ -203,14 +203,14 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Do `work` on the matrices, which all ranks have; one rank works on each of them.
+    """Apply `work` to matrices that all ranks hold, each matrix on one rank; collective.
 
-    That rank then sends the result to the others. All results are under way at the same time.
+    That rank broadcasts the result. All broadcasts run at the same time.
     """
     if not dist.is_initialized():
         return work(matrices)
     ranks = dist.get_world_size()
-    # Rank by rank in the order of their sizes, so that the ranks have about as much to do.
+    # Deal the matrices to the ranks by decreasing size, which balances the work.
     by_size = sorted(range(len(matrices)), key=lambda index: -matrices[index].numel())
     mine = by_size[dist.get_rank() :: ranks]
     results = [torch.empty_like(m, memory_format=torch.contiguous_format) for m in matrices]

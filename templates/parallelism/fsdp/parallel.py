@@ -1,8 +1,8 @@
-"""Fully sharded: every rank holds a slice of each parameter, gradient and moment (FSDP2).
+"""Fully sharded data parallelism (FSDP2): each rank holds a shard of every parameter and moment.
 
-Each block is gathered when its turn comes and let go after it. There can be several copies, each
-sharded over a part of the ranks (HSDP). Under torchrun there is a process group; a plain process
-runs without one, as one rank, unsharded.
+Each block is gathered when it is needed and freed afterwards. With HSDP there are several copies of
+the model, each sharded over some of the ranks. Under torchrun there is a process group; a plain
+process is one rank without a group, and its model is not sharded.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ SHARDED = True
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is spread: data parallel, the model sharded over the ranks."""
+    """Settings of fully sharded data parallelism (FSDP2)."""
 
     timeout_minutes: float = 10.0
     """Abort when a step takes longer than this (minutes)."""
@@ -59,27 +59,30 @@ class ParallelConfig:
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
-    """UserError when the work cannot be spread over so many processes."""
+    """Raise UserError if the copies of the model do not fit this number of ranks."""
     copies = copies_of_the_model(config)
     if copies < 1 or ranks % copies:
-        raise UserError(f"--parallel.replicate: {copies} copies cannot share {ranks} ranks evenly")
+        raise UserError(
+            f"--parallel.replicate: {ranks} ranks cannot be divided evenly among {copies} copies "
+            "of the model; give a divisor of the number of ranks"
+        )
 
 
 def reduces_each_micro_batch(config: ParallelConfig) -> bool:
-    """Return whether the ranks sum gradients after each micro-batch, not once in a step."""
+    """Return whether gradients are reduced after each micro-batch instead of once per step."""
     return config.reduce_each
 
 
 def reshards_after_forward(config: ParallelConfig) -> bool:
-    """Return whether a block's weights are gathered for forward, and again for backward."""
+    """Return whether a block's weights are gathered in forward and again in backward."""
     return config.reshard_after_forward
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Build the model: whole on rank 0, and on the others only its shapes until `wrap`.
+    """Build the model with values on rank 0, and on `meta` on the other ranks; collective.
 
-    So only rank 0 ever holds the whole model. A model that cannot be built on torch's `meta` device
-    is built whole on each rank, with a warning.
+    So only rank 0 ever holds the whole model; `wrap` fills the others. If a model cannot be built
+    on `meta`, each rank builds it with values, and a warning is logged.
     """
     if world.size == 1:
         return make()
@@ -96,10 +99,10 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     problems = [""] * world.size
     dist.all_gather_object(problems, problem)
     if world.rank == 0 and any(problems):
-        text = "each rank builds the whole model, since its shapes cannot be built on `meta`: %s"
+        text = "each rank builds the whole model, since it cannot be built on torch's `meta`: %s"
         log.warning(text, max(problems))
-    # Only rank 0 has drawn the model's random numbers. With the states of its generators, what is
-    # drawn from here on is the same on all ranks.
+    # Only rank 0 has drawn the model's random numbers. Copy its generator states, so that all ranks
+    # draw the same numbers from here on.
     states: list[Any] = [random_states()]
     dist.broadcast_object_list(states, src=0)
     set_random_states(states[0])
@@ -107,9 +110,9 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
 
 def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model of tensors without memory; ValueError if one of them would stay so.
+    """Build the model on `meta`; ValueError if one of its tensors would never be filled.
 
-    The generators of random numbers are as before, in case the model is then built whole.
+    Random generators are restored afterwards, in case the model must be built with values.
     """
     known = {id(tensor) for tensor in meta_tensors()}
     states = random_states()
@@ -121,13 +124,14 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not can_be_filled(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        # A view keeps the tensor that it is a view of.
+        # A view keeps its base tensor alive.
         known |= {id(tensor), id(tensor._base)}
-    # Only parameters and buffers get memory and values. Another tensor, in a list or in an object
-    # of the user's, would stay without.
+    # Only parameters and buffers get memory and values. Any other tensor, such as one in a list,
+    # would stay on `meta`.
     for tensor in meta_tensors():
         if id(tensor) not in known:
-            raise ValueError(f"a tensor {list(tensor.shape)} is no parameter or buffer of a module")
+            shape = list(tensor.shape)
+            raise ValueError(f"a tensor of shape {shape} is not a parameter or buffer of a module")
     return model
 
 
@@ -138,24 +142,26 @@ def wrap(
     world: World,
     compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Shard each block, then the rest, in place; return the module to call.
+    """Shard each block, then the rest of the model, in place; return the module to call.
 
-    UserError, by name, for what FSDP would train in another way than DDP.
+    Raises UserError for parameters that FSDP would train differently from DDP.
     """
     if not world.distributed:
         return model.to(world.device)
     check_ranks(config, world.size)
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
-        # reduce_dtype is stated, since its default differs between releases: sums are in float32.
+        # Gradients are summed in float32. The default differs between releases of torch.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = build_mesh(config, world)
     units = units_of(model, blocks)
     check_shardable(model, units)
     check_memory(model)
     if not units and world.rank == 0:
-        advice = "return its largest parts, as in [*model.layers]"
-        log.warning("blocks(model) in model.py names no layer: all is gathered at once; %s", advice)
+        log.warning(
+            "blocks(model) in model.py returns no modules, so the whole model is gathered at once: "
+            "return its layers, as in [*model.layers]"
+        )
 
     originals = references(model)
     buffers: dict[torch.Tensor, torch.Tensor] = {}
@@ -163,8 +169,8 @@ def wrap(
         move_to_device(unit, world, buffers)
         attributes = {name: dict(vars(p)) for name, p in unit.named_parameters()}
         reshard = config.reshard_after_forward
-        # What the model has beside its blocks is needed again at once, in backward. With None, FSDP
-        # keeps the outermost module gathered.
+        # Parameters outside the blocks are needed again right away in backward. None lets FSDP keep
+        # those of the outermost module gathered.
         if unit is model:
             reshard = None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
@@ -176,7 +182,7 @@ def wrap(
 
 
 def units_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
-    """Return the blocks that have parameters, each once; a block in another comes before it."""
+    """Return the blocks that have parameters, each once, with inner blocks before outer ones."""
     with_parameters = {block for block in blocks if [*block.parameters()]} - {model}
     units_at_depth: dict[int, list[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -191,11 +197,12 @@ def units_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
 def move_to_device(
     module: nn.Module, world: World, buffers: dict[torch.Tensor, torch.Tensor]
 ) -> None:
-    """Move what is not sharded yet to this rank's device, with rank 0's values; ties stay.
+    """Move tensors that are not sharded yet to this rank's device, with rank 0's values.
 
-    `buffers` maps those that were moved with another unit to what replaced them.
+    Collective. Tied tensors stay tied. `buffers` maps buffers moved with earlier units to their
+    replacements.
     """
-    # What replaced a tensor maps to itself: a module that is met again keeps it.
+    # A replacement maps to itself, so that a module that is visited again keeps it.
     parameters: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
         for name, parameter in named_tensors(submodule, "_parameters"):
@@ -212,7 +219,7 @@ def move_to_device(
 
 
 def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Give a parameter the attributes of the one that it replaces, such as `_no_weight_decay`."""
+    """Copy attributes such as `_no_weight_decay` to the parameter that replaces another."""
     for name, value in attributes.items():
         vars(parameter).setdefault(name, value)
 
@@ -221,25 +228,25 @@ def filled(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Return a tensor like this one on this rank's device, with rank 0's values; collective."""
     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if hasattr(tensor, READ_LATER):
-        # No rank has its values: each reads its slice from the files of --init-from.
+        # No rank has its values: each reads its shard from the files of --init-from.
         return new
     if world.rank == 0:
         new.copy_(tensor.detach())
-    # As bytes, since gloo knows few dtypes.
+    # Sent as bytes, since gloo supports few dtypes.
     dist.broadcast(new.view(-1).view(torch.uint8), 0)
     return new
 
 
 def copies_of_the_model(config: ParallelConfig) -> int:
-    """Return how many copies the settings ask for; without a number, one a machine."""
+    """Return the number of copies of the model: --parallel.replicate, or one per machine."""
     if config.replicate:
         return config.replicate
-    # torchrun counts the machines, since each has a torchrun of its own.
+    # Each machine runs its own torchrun, so this is the number of machines.
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
 def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
-    """Arrange the ranks in a line of shards, or in one such line for each copy of the model."""
+    """Return the device mesh: a row of shards, or one row per copy of the model (HSDP)."""
     copies = copies_of_the_model(config)
     if copies == 1:
         return init_device_mesh(world.device.type, (world.size,))
@@ -251,11 +258,11 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Do nothing: every step, the first one too, sums gradients in the same order."""
+    """Do nothing, since with FSDP all steps sum gradients in the same order."""
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """Compute the loss of a batch: FSDP casts by its own policy, a plain process by autocast."""
+    """Compute the loss of a batch; FSDP casts with its own policy, a plain process autocasts."""
     if state.compute_dtype == torch.float32 or state.world.distributed:
         return compute_loss(state.module, batch)
     with torch.autocast(state.world.device.type, state.compute_dtype):
@@ -263,23 +270,23 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Wrap a micro-batch's forward and backward; in the last one, gradients are reduced."""
+    """Return the context of a micro-batch: gradients are reduced in the last one, or in each."""
     if isinstance(state.module, FSDPModule):
         state.module.set_requires_gradient_sync(last or state.config.parallel.reduce_each)
     return contextlib.nullcontext()
 
 
 def require_gradients(state: "State") -> None:
-    """Do nothing: a gradient that is missing on some ranks counts as zeros there."""
+    """Do nothing, since FSDP counts a gradient that is missing on some ranks as zeros."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this rank holds."""
+    """Return this rank's shard of a tensor."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor sharded like `tensor`, of which this rank holds `part`."""
+    """Return a tensor sharded like `tensor`, with `part` as this rank's shard."""
     if not isinstance(tensor, DTensor):
         return part
     return DTensor(part, tensor._spec, requires_grad=False)
@@ -291,15 +298,15 @@ def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    """Shard a full `source`, the same on all ranks, as `target` is sharded."""
+    """Shard a full `source`, which all ranks hold, like `target`."""
     if not isinstance(target, DTensor):
         return source
-    # Without a source rank nothing is sent, since all ranks have the whole tensor.
+    # No source rank: nothing must be sent, since all ranks hold the whole tensor.
     return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many ranks hold this rank's part of a tensor, and its index among them."""
+    """Return how many ranks hold this rank's shard of a tensor, and its index among them."""
     if not isinstance(tensor, DTensor):
         return size, rank
     count = 1
@@ -315,21 +322,21 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """RankError, on every rank, if two ranks have loaded different bits of the same shard."""
+    """Raise RankError, on every rank, if two ranks have loaded different bits of one shard."""
     shards: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         holders, index = replicas(tensor, world.rank, world.size)
         if holders > 1:
             distinct = world.size // holders
             shard = world.rank - index * distinct
-            name = f"{LOADED} (part {shard} of {distinct})"
+            name = f"{LOADED} (shard {shard} of {distinct})"
             shards.setdefault(name, []).append(local_part(tensor))
     require_same({name: bit_sum(held) for name, held in shards.items()}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
-    """Compute the 2-norm of all gradients together: a scalar on the device, alike on every rank."""
-    # Without `foreach` it would go through DTensors one by one.
+    """Compute the 2-norm of all gradients: a scalar on the device, the same on every rank."""
+    # Without `foreach` it would process DTensors one by one.
     norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
@@ -339,10 +346,11 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Do `work` on whole matrices, of which this rank holds rows, as it does of those in `like`.
+    """Apply `work` to whole matrices, of which this rank holds rows; collective.
 
-    Each matrix is gathered by one rank, which works on it and sends the others their rows. So a
-    rank has one whole matrix at a time, and no work is done twice.
+    `matrices` are this rank's rows, sharded like the tensors in `like`. Each matrix is gathered on
+    one rank, which applies `work` and sends the others their rows. So a rank holds one whole matrix
+    at a time, and no work is repeated.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)
@@ -352,10 +360,10 @@ def divide_work(
     ranks = mesh.size(mesh.ndim - 1)
     rank = dist.get_rank(group)
     results = [*matrices]
-    # The matrices of one round have about the same size, so the ranks have about as much to do.
+    # Sort by size, so that the matrices of a round are of similar size, which balances the work.
     by_size = sorted(range(len(matrices)), key=lambda index: -like[index].numel())
     for first in range(0, len(matrices), ranks):
-        # In each round rank i works on the i-th of these; in the last round some ranks have none.
+        # In each round rank i works on matrix i; in the last round some ranks have none.
         indices = by_size[first : first + ranks]
         works = rank < len(indices)
         sent = torch.cat([matrices[index].flatten() for index in indices])
@@ -364,7 +372,7 @@ def divide_work(
         to_receive = [0] * ranks
         if works:
             shape = like[indices[rank]].shape
-            # FSDP shards by rows, as `chunk` divides them: the last ranks may have none.
+            # FSDP shards rows like `chunk`, so the last ranks may have none.
             shards = torch.empty(shape, device="meta").chunk(ranks)
             to_receive[: len(shards)] = [shard.numel() for shard in shards]
         received = sent.new_empty(sum(to_receive))

@@ -1,4 +1,4 @@
-"""What FSDP cannot shard, or would train in another way than DDP, is refused by name."""
+"""Refuse, by name, parameters that FSDP cannot shard or would train differently from DDP."""
 
 import gc
 import itertools
@@ -12,7 +12,7 @@ from ..errors import UserError
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor can be copied by its elements: no subclass, not sparse, not sharded."""
+    """Tell whether a tensor is plain: not a subclass, not sparse and not sharded."""
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
@@ -22,12 +22,12 @@ def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]
 
 
 def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
-    """UserError, by name, for parameters that FSDP cannot shard, or would train otherwise.
+    """Raise UserError for parameters that FSDP cannot shard, or would train differently.
 
-    `units`: the modules that are sharded each by itself; the rest of the model is the last unit.
+    `units` are the modules that are sharded separately; the rest of the model is the last unit.
     """
     path_of = {module: path for path, module in model.named_modules()}
-    # Name and unit of each parameter where it was met first.
+    # For each parameter, the name and the unit in which it was first found.
     first: dict[torch.Tensor, tuple[str, nn.Module]] = {}
     # Name and dtype of the first trained parameter of each unit, and of each frozen parameter.
     dtypes: dict[Any, tuple[str, torch.dtype]] = {}
@@ -39,28 +39,29 @@ def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
                     raise UserError(f"FSDP cannot shard the scalar {name}: give it the shape [1]")
                 if p._backward_hooks or p._post_accumulate_grad_hooks:
                     raise UserError(
-                        f"FSDP would lose the gradient hook of {name}: do its work in forward "
-                        "(as in weight * mask), or render with parallelism=ddp"
+                        f"FSDP would drop the gradient hook of {name}: do its work in forward (as "
+                        "in weight * mask), or create the project with parallelism=ddp"
                     )
                 other, other_unit = first.setdefault(p, (name, unit))
                 if other_unit is not unit:
                     raise UserError(
-                        f"FSDP would untie {other} and {name}, one weight in two of blocks(model) "
-                        "(model.py): leave their modules out, or return one that has both"
+                        f"FSDP would untie {other} and {name}, since they are in different blocks "
+                        "of blocks(model) (model.py): leave out these blocks, or return a module "
+                        "that contains both"
                     )
-                # All trained ones of a unit need one dtype; a frozen one may have any.
+                # The trained parameters of a unit must have one dtype; frozen ones may have any.
                 same_dtype = unit if p.requires_grad else p
                 other, dtype = dtypes.setdefault(same_dtype, (name, p.dtype))
                 if p.dtype != dtype:
                     raise UserError(
-                        f"FSDP shards a block as one dtype: {name} is {p.dtype}, {other} is "
-                        f"{dtype}. Give them the same, or let blocks() return the module of one, "
-                        "too"
+                        f"FSDP needs one dtype in a block, but {name} is {p.dtype} and {other} is "
+                        f"{dtype}: give them the same dtype, or let blocks() also return the "
+                        "module of one of them"
                     )
 
 
 def own_modules(unit: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules of a unit, without those of the units in it."""
+    """Return the modules of a unit, without those of units inside it."""
     inside = {*unit.modules()}
     of_others: set[nn.Module] = set()
     for other in units:
@@ -70,7 +71,7 @@ def own_modules(unit: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
 
 
 def check_memory(model: nn.Module) -> None:
-    """UserError for a parameter that shares memory with another parameter or a buffer."""
+    """Raise UserError for a parameter that shares memory with another parameter or a buffer."""
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if can_be_filled(tensor):
@@ -80,21 +81,21 @@ def check_memory(model: nn.Module) -> None:
             either_is_trained = isinstance(one, nn.Parameter) or isinstance(two, nn.Parameter)
             if either_is_trained and overlap(one, two):
                 raise UserError(
-                    f"FSDP would part {name} and {other}, which have one memory: make them one "
+                    f"FSDP would separate {name} and {other}, which share memory: make them one "
                     "parameter, or compute one of them in forward"
                 )
 
 
 def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Tell whether two views of one storage have an element in common."""
+    """Tell whether two views of one storage share an element."""
     if one.dtype != two.dtype:
         return True
     start_of_one, end_of_one = extent(one)
     start_of_two, end_of_two = extent(two)
     if end_of_one <= start_of_two or end_of_two <= start_of_one:
         return False
-    # Their ranges overlap. Their elements need not: two columns of one matrix have none in common.
-    # So each element of the first view is marked, and those of the second are looked up.
+    # The ranges overlap, but the elements may not: two columns of a matrix share none. So mark each
+    # element of the first view, and look up those of the second.
     size = one.untyped_storage().nbytes() // one.itemsize
     marks = torch.zeros(size, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
@@ -102,7 +103,7 @@ def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
 
 
 def extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the range of a storage's elements that a view uses: the first, and one past it."""
+    """Return the range of storage elements that a view uses: the first, and one past the last."""
     start = int(tensor.storage_offset())
     end = start + 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
@@ -111,20 +112,20 @@ def extent(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
-    """Return weak references to the tensors that `move_to_device` is going to replace."""
+    """Return weak references to the tensors that `move_to_device` will replace."""
     named = (*model.named_parameters(), *model.named_buffers())
     return {name: weakref.ref(tensor) for name, tensor in named if can_be_filled(tensor)}
 
 
 def check_replaced(originals: dict[str, weakref.ref[torch.Tensor]]) -> None:
-    """UserError for a tensor that something still holds, though the modules have another now.
+    """Raise UserError for a replaced tensor that is still referenced somewhere.
 
-    Its holder would keep using a weight that is not trained.
+    That code would keep using a weight that is not trained.
     """
     gc.collect()
     left = [name for name, original in originals.items() if original() is not None]
     if left:
         raise UserError(
-            f"FSDP replaces parameters and buffers, but something holds {left[0]} besides its "
-            "module, such as a list, an object or a function: let it hold the module instead"
+            f"FSDP replaces parameters and buffers, but {left[0]} is referenced outside its "
+            "module, as in a list, an object or a function: reference the module instead"
         )

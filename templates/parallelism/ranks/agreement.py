@@ -1,4 +1,4 @@
-"""Agreement between the ranks: of their host sides, and of running buffers."""
+"""Let ranks share host values and errors, and agree on running buffers."""
 
 import contextlib
 import itertools
@@ -24,43 +24,44 @@ from .world import PHASE_LIMIT, World
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-LOADED = "the checksum of what was loaded, which a bad disk or memory changes,"
-# At each of so many steps `agree_on_buffers` looks for buffers that have begun to change.
+LOADED = "the checksum of the loaded tensors (if it differs, a disk or memory is faulty)"
+# Steps between the checks of `agree_on_buffers` for buffers that have begun to change.
 LOOK_EVERY = 50
-# `open`: whether this thread is inside a `together` block.
+# Its attribute `open` tells whether this thread is inside a `together` block.
 _block = threading.local()
 
 
 class Group:
-    """The ranks' host sides: how they share values, and learn of each other's errors.
+    """Shares values and errors between the hosts of the ranks, over gloo.
 
-    All ranks call the collective methods together, in the same order. On one plain process each of
-    them returns at once.
+    All ranks call the collective methods together, in the same order. In a plain process they
+    return at once.
     """
 
-    # The console, on a rank whose stderr is redirected into its log.
+    # The console, on a rank whose stderr is redirected to its log.
     console: TextIO | None = None
 
     def __init__(self, world: World | None = None) -> None:
         self.rank = world.rank if world else 0
         self.size = world.size if world else 1
-        # The first rank does what only one has to do.
+        # The first rank does the work that only one must do.
         self.is_first = self.rank == 0
         self.step_limit = world.step_limit if world else PHASE_LIMIT
-        # How many phases are open: at first one, the start-up, which the watchdog ends when it has
-        # seen a first step.
+        # The number of open phases. At first it is the start-up, which the watchdog closes after
+        # the first step.
         self.phases = 1
-        # When the last phase ended, by time.monotonic().
+        # The end of the last phase (time.monotonic()).
         self.resumed = 0.0
-        # Waits for the exchange under way, and returns its result.
+        # Waits for the current exchange, and returns its result.
         self.maxima: Callable[[], list[float]] | None = None
-        # What the ranks do, for the line that a stop signal prints.
+        # The ranks' current activity, for the message after a stop signal.
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
-            # A group of its own, so that it never waits behind the device's collectives.
+            # A separate process group never waits behind the device's collectives.
             self.process_group = dist.new_group(backend="gloo", timeout=PHASE_LIMIT)
-            # new_group has no barrier: rank 0 could leave, and its store with it, too early.
+            # new_group has no barrier. Without one, rank 0 could exit too early, and its store
+            # with it.
             dist.barrier(self.process_group)
 
     def __str__(self) -> str:
@@ -69,8 +70,8 @@ class Group:
 
     @contextlib.contextmanager
     def printing_to(self, file: TextIO, handler: Any) -> Iterator[None]:
-        """Redirect what this rank prints to `file`; `handler` keeps logging to the console."""
-        # By descriptor, so that what libraries print, and the stacks of a crash, are in it, too.
+        """Redirect this rank's stdout and stderr to `file`; `handler` still logs to the console."""
+        # Redirect the descriptors, to include output of C libraries and the stacks of a crash.
         with open(os.dup(1), "wb") as out, open(os.dup(2), "w", encoding="utf-8") as err:
             _print_to(file.fileno(), file.fileno())
             handler.stream = self.console = err
@@ -81,7 +82,7 @@ class Group:
                 handler.stream = self.console = None
 
     def say(self, text: str) -> None:
-        """Print to the console and to a redirected stderr, without waiting for a lock."""
+        """Print to the console and to a redirected stderr, without taking logging's lock."""
         for file in (self.console, sys.stderr):
             if file is None:
                 continue
@@ -91,33 +92,33 @@ class Group:
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Allow PHASE_LIMIT for the block: a validation, a save (watchdog.py)."""
+        """Give the block, such as a validation or a save, PHASE_LIMIT as its time limit."""
         self.phases += 1
         self.doing = doing
         try:
             yield
         finally:
-            # The time comes first: when the watchdog's thread sees that the phase is over, it must
-            # not count the phase as part of a step.
+            # Set the time first: once the watchdog's thread sees the phase closed, it must not
+            # count the phase as part of a step.
             self.resumed = time.monotonic()
             self.phases -= 1
             self.doing = "step"
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block of host work; an error in it, on any rank, is raised on all at its end.
+        """Run a block of host work; an error on any rank is raised on all of them at its end.
 
             with group.together():
                 if group.is_first:
                     write_manifest()
 
-        All ranks enter it together. A UserError of any rank is raised as it is; other errors
-        become one RankError, which names the ranks. KeyboardInterrupt and SystemExit leave at once:
-        the other ranks find that this one is gone.
+        All ranks enter it together. A UserError of any rank is raised as it is; other errors become
+        one RankError that names the ranks. KeyboardInterrupt and SystemExit leave at once; the
+        other ranks then notice that this one is gone.
 
-        A block holds no collective, of this class or of torch.distributed: a rank that failed would
-        never get to it. `broadcast`, `gather`, `any`, `maximum` and another block raise
-        RuntimeError there.
+        The block must not contain a collective of this class or of torch.distributed, since a rank
+        that failed would never reach it. `broadcast`, `gather`, `any`, `maximum` and a nested block
+        raise RuntimeError there.
         """
         _require_outside("together")
         error: Exception | None = None
@@ -141,7 +142,7 @@ class Group:
         return box[0]
 
     def gather(self, value: T) -> list[T]:
-        """Return the values of all ranks on rank 0, and only its own on any other; collective."""
+        """Return the values of all ranks on rank 0, and [value] on other ranks; collective."""
         _require_outside("gather")
         if self.process_group is None:
             return [value]
@@ -162,7 +163,7 @@ class Group:
         return bool(flags.item())
 
     def _raise_on_all(self, error: Exception | None) -> NoReturn:
-        """Raise on all ranks what `error` is on some of them; collective."""
+        """Raise the errors that some ranks have on all ranks; collective."""
         failures = self.broadcast(self.gather(_as_sent(error)))
         for failure in failures:
             if isinstance(failure, UserError):
@@ -170,14 +171,11 @@ class Group:
         raise RankError(_in_one_line(failures)) from error
 
     def prove_shared(self, folder: Path) -> None:
-        """Check that each rank finds a file that rank 0 has just written to a folder (UserError).
-
-        Collective.
-        """
+        """Raise UserError if a rank does not see a file of rank 0 in a folder; collective."""
         nonce = folder / f".nonce-{self.broadcast(uuid.uuid4().hex)}"
         with self.together():
             if self.is_first:
-                # A start that was killed may have left one.
+                # An earlier start that was killed may have left one.
                 for left in folder.glob(".nonce-*"):
                     left.unlink()
                 with naming(nonce), open_to_write(nonce) as file:
@@ -187,17 +185,20 @@ class Group:
             with contextlib.suppress(FileNotFoundError):
                 os.listdir(folder)
             if not nonce.exists():
-                problem = f"{socket.gethostname()} does not see what rank 0 writes to {folder}"
-                raise UserError(f"{problem}: put --run-dir where all machines see the same files")
+                problem = f"{socket.gethostname()} does not see the files of rank 0 in {folder}"
+                raise UserError(
+                    f"{problem}: put --run-dir on a file system that all machines share"
+                )
         if self.is_first:
-            # If this fails, the next start removes it.
+            # If this fails, the next start removes the file.
             with contextlib.suppress(OSError):
                 nonce.unlink()
 
     def exchange(self, flags: list[int]) -> list[int]:
-        """Send `flags`; return the maxima over the ranks of those sent at the call before.
+        """Send `flags`; return the maxima over the ranks of those sent at the previous call.
 
-        So nobody waits, and all ranks read the same. Only the first call waits, for its own flags.
+        So no rank waits, and all ranks get the same result. Only the first call waits and returns
+        its own flags.
         """
         if self.process_group is None:
             return flags
@@ -208,7 +209,7 @@ class Group:
         return [int(flag) for flag in agreed]
 
     def settle(self) -> None:
-        """Wait for the exchange under way: no collective may be left unfinished at the end."""
+        """Wait for the current exchange, since no collective may be unfinished at the end."""
         if self.maxima:
             self.maxima()
 
@@ -219,13 +220,13 @@ class Group:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
-            # Longer than the watchdog needs to name a rank that hangs. The limit is for when the
-            # watchdog hangs, too, on a disk that went with a machine.
+            # The watchdog names a rank that hangs before this limit. It is only reached if the
+            # watchdog hangs, too, for example on a network disk that is gone.
             limit = PHASE_LIMIT if self.phases else 2 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
             except RuntimeError as error:
-                # The limit has passed, or a rank is gone.
+                # Either the limit was exceeded, or a rank is gone.
                 raise RankError(f"a rank did not answer the others: {error}") from error
             return tensor.tolist()
 
@@ -233,13 +234,13 @@ class Group:
 
 
 def _require_outside(name: str) -> None:
-    """RuntimeError if this thread is in a `together` block."""
+    """Raise RuntimeError if this thread is in a `together` block."""
     if getattr(_block, "open", False):
-        raise RuntimeError(f"Group.{name} is a collective, which may not be in a together() block")
+        raise RuntimeError(f"Group.{name} is a collective, which must not be in a together() block")
 
 
 def _as_sent(error: Exception | None) -> Exception | None:
-    """Return an error for the other ranks: its message, since not every error can be pickled."""
+    """Return an error to send: only its message, since not every error can be pickled."""
     if error is None:
         return None
     if isinstance(error, UserError):
@@ -251,7 +252,7 @@ def _as_sent(error: Exception | None) -> Exception | None:
 
 
 def _in_one_line(failures: Sequence[Exception | None]) -> str:
-    """Join the different errors of the ranks, each with its first rank; four at most."""
+    """Join up to four different errors, each with the first rank that has it."""
     first_rank: dict[str, int] = {}
     for rank, failure in enumerate(failures):
         if failure is not None:
@@ -263,7 +264,7 @@ def _in_one_line(failures: Sequence[Exception | None]) -> str:
 
 
 def _print_to(out: int, err: int) -> None:
-    """Point this process's stdout and stderr at these descriptors."""
+    """Redirect this process's stdout and stderr to these descriptors."""
     for number, target, stream in ((1, out, sys.stdout), (2, err, sys.stderr)):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -271,17 +272,16 @@ def _print_to(out: int, err: int) -> None:
 
 
 def agree_on_buffers(running: Any, step: int, world: World) -> None:
-    """Give all ranks the same RunningBuffers (run/bad_steps.py), after the forwards of a step.
+    """Make RunningBuffers (run/bad_steps.py) equal on all ranks after the forwards; collective.
 
-    Only buffers that forward changes are sent, since most models have others, such as masks, that
-    stay as they are.
+    Only buffers that forward changes are sent. Others, such as masks, never change.
     """
     if world.size == 1 or not running.slots:
         return
     tensors = running.tensors()
-    # Which buffers change is found by comparing values, since batch normalisation does not count
-    # tensor versions. To read the result, the host waits for the device: so only now and then. A
-    # buffer that begins to change in between is sent from the next comparison on.
+    # Find changed buffers by comparing values, since batch normalization does not increase tensor
+    # versions. Reading the result makes the host wait for the device, so it is only done at some
+    # steps. A buffer that begins to change in between is sent from the next comparison on.
     if running.changing is None or step % LOOK_EVERY == 0:
         changed = [(now != then).any() for now, then in zip(tensors, running.copies, strict=True)]
         on_any_rank = torch.stack(changed).float()
@@ -299,12 +299,12 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
         else:
             others.append(tensor)
     if fractional:
-        # The mean over the ranks, in float64 so that their order does not matter much.
+        # Average over the ranks, in float64 so that the order of summation hardly matters.
         values = torch.cat([tensor.flatten().to(torch.float64) for tensor in fractional])
         dist.all_reduce(values)
         _scatter(values / world.size, fractional)
     if others:
-        # Rank 0's counts and flags: the sum, to which the other ranks add zeros.
+        # Use rank 0's counts and flags: the other ranks add zeros.
         values = torch.cat([tensor.flatten().to(torch.int64) for tensor in others])
         if world.rank != 0:
             values.zero_()
@@ -313,17 +313,17 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
 
 
 def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy consecutive values into tensors, each of its own dtype."""
+    """Copy consecutive values into tensors, converted to their dtypes."""
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, part in zip(tensors, values.split(sizes), strict=True):
         tensor.copy_(part.view_as(tensor))
 
 
 def require_same_model(model: nn.Module, world: World) -> None:
-    """UserError, on every rank, unless all have built the same tensors in the same order.
+    """Raise UserError, on every rank, unless all have built the same tensors in the same order.
 
-    Ranks pair parameters and buffers by their order, in DDP's broadcast as in an optimizer that
-    divides its work: with another order they would exchange layers of one shape.
+    DDP's broadcast, and an optimizer that divides its work, match tensors of the ranks by their
+    order. With different orders they would mix up layers of the same shape.
     """
     if world.size == 1:
         return
@@ -347,7 +347,7 @@ def require_same_model(model: nn.Module, world: World) -> None:
 
 
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
-    """Raise an error, on every rank, if two ranks have different values of one name."""
+    """Raise an error, on every rank, if two ranks have different values for a name."""
     values_of: list[Any] = [values] * world.size
     if world.distributed:
         dist.all_gather_object(values_of, values)
@@ -362,7 +362,7 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
 
 
 def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """Sum all bytes: a change of any one bit changes the sum."""
+    """Sum all bytes; flipping any single bit changes the sum."""
     total = 0
     for tensor in tensors:
         content = tensor.detach().contiguous().flatten().view(torch.uint8)
@@ -371,7 +371,7 @@ def bit_sum(tensors: Iterable[Tensor]) -> int:
 
 
 def all_reduce(tensor: Tensor, world: World) -> Tensor:
-    """Sum over the ranks, in place."""
+    """Sum a tensor over the ranks in place, and return it; collective."""
     if world.distributed:
         dist.all_reduce(tensor)
     return tensor

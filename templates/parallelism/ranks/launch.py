@@ -1,15 +1,15 @@
-"""torchrun as launch.sh starts it: private to one machine, and patient with stop signals.
+"""Start torchrun for launch.sh, with changes that keep it local and let ranks save when stopped.
 
-- On one machine nothing listens to the network, only to the loopback interface.
-- Only the first stop signal counts. torchrun hands it on and waits for the ranks to save; the same
-  signal again would end torchrun at once, and its ranks, but signals often come twice: `timeout`
-  sends one to its child and one to the group. A second Ctrl-C still ends it. Ended by a signal, it
-  exits with 128 + the signal's number; whether the ranks have saved is in status.json.
-- On several machines a torchrun whose peer was stopped does not wait long for it.
-- No rank outlives it: if it is killed, the kernel kills its ranks (world.py).
-- An error that would come again is not retried on one machine: one the user can fix (exit code 2),
-  or one of the code before the end of the first step (70). On several machines it is, since a
-  torchrun that gives up ends the job on all of them.
+- On one machine it listens only on the loopback interface.
+- Only the first stop signal counts: torchrun forwards it and waits for the ranks to save. A second
+  one would end torchrun and its ranks at once, yet signals often come twice: `timeout` sends one to
+  its child and one to the group. A second Ctrl-C still ends it. After a signal, torchrun exits with
+  128 + the signal's number; status.json tells whether the ranks have saved.
+- On several machines, it does not wait long for a torchrun that was stopped.
+- If it is killed, the kernel kills its ranks (world.py).
+- On one machine, errors that would repeat are not retried: errors that the user can fix (exit code
+  2), and errors in code before the end of the first step (70). On several machines they are, since
+  a torchrun that gives up ends the job on all machines.
 """
 
 import contextlib
@@ -33,40 +33,40 @@ from ..errors import FAILED_AT_START
 from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 
-# All ranks leave together, so the torchruns of all machines see it at the same time, except one
-# that was stopped. torchrun would wait 300 s for that one, and react to no signal meanwhile.
+# All ranks exit together, so the torchruns of all machines notice it at the same time, except one
+# that was stopped. torchrun would wait 300 s for that one, and ignore signals meanwhile.
 EXIT_SECONDS = 30
-# The exit code of a rank that ended by an error the user can fix.
+# The exit code of a rank after an error that the user can fix.
 USER_ERROR = 2
-# Beginnings of lines in torchrun's log that repeat what the ranks report of stops and errors.
+# Beginnings of torchrun's log lines that only repeat the ranks' own reports of stops and errors.
 REPEATED = ("Sending process", "Received ", "failed (exitcode: ")
 
 
 def failed_with(code: int, failures: dict[int, ProcessFailure]) -> bool:
-    """Whether some rank ended with this exit code, and none crashed."""
+    """Tell whether a rank ended with this exit code, and none crashed."""
     for failure in failures.values():
-        # torchrun itself ends the other ranks, with SIGTERM. Any other signal is a crash.
+        # torchrun itself ends the other ranks with SIGTERM. Any other signal is a crash.
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return False
     return any(failure.exitcode == code for failure in failures.values())
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which says how each rank ended, and retries no error that would repeat."""
+    """torchrun's agent; it also prints how ranks ended, and does not retry errors that repeat."""
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         options.setdefault("exit_barrier_timeout", EXIT_SECONDS)
         super().__init__(*arguments, **options)
 
     def _monitor_workers(self, worker_group: agents.WorkerGroup) -> agents.RunResult:
-        # torch has decorated it without its signature.
+        # torch's decorator hides the signature.
         monitor: Any = super()._monitor_workers
         result = monitor(worker_group)
         most = worker_group.spec.max_restarts
         left = self._remaining_restarts
         one_machine = os.environ.get("NNODES", "1") == "1"
         if left == most and one_machine and failed_with(USER_ERROR, result.failures):
-            # The ranks have reported the error, and would end by it again.
+            # The ranks have reported the error, which a restart would repeat.
             self._remaining_restarts = 0
             return result
         endings = []
@@ -76,10 +76,10 @@ class Agent(LocalElasticAgent):
         if endings:
             text = ", ".join(endings)
             if left == most and one_machine and failed_with(FAILED_AT_START, result.failures):
-                text += ": no restart, as an error before the end of the first step comes again"
+                text += ": no restart, since an error before the end of the first step would repeat"
                 self._remaining_restarts = 0
             elif left:
-                text += f": all ranks start again ({most - left + 1} of {most})"
+                text += f": restarting all ranks ({most - left + 1} of {most})"
             # The console may be closed.
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
@@ -87,7 +87,7 @@ class Agent(LocalElasticAgent):
 
 
 def ending(rank: int, failure: ProcessFailure) -> str:
-    """Return how the process of a rank ended."""
+    """Describe how the process of a rank ended."""
     if failure.exitcode < 0:
         return f"rank {rank} was killed by {failure.signal_name()}"
     return f"rank {rank} ended with exit code {failure.exitcode}"
@@ -102,26 +102,26 @@ def stop_once(number: int, frame: types.FrameType | None) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Whether a line of torchrun's log says more than the ranks do."""
+    """Tell whether a line of torchrun's log adds to the reports of the ranks."""
     return not record.getMessage().startswith(REPEATED)
 
 
 def on_one_machine(folder: str) -> list[str]:
-    """Return options of torchrun for one machine, with which nothing listens to the network.
+    """Return torchrun's options for one machine, so that nothing listens on the network.
 
-    The ranks meet on the loopback interface, and torchrun in a file in `folder`, which only its
-    user can read: its own store would listen to everybody and unpickle what it receives.
+    The ranks connect on the loopback interface. torchrun's rendezvous is a file in `folder`, which
+    only this user can read: its TCP store would listen on all interfaces, and unpickle any input.
     """
     prefer(ON_LOOPBACK)
     options = ["--nnodes", "1", "--local-addr", LOOPBACK]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
-    # Heartbeats are for other machines to see, and the file would grow with each.
+    # Only other machines need heartbeats, and the file would grow with each one.
     options += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
     return options
 
 
 def change_torchrun() -> None:
-    """Let torchrun use the functions and the agent of this file."""
+    """Make torchrun use the functions and the agent of this file."""
     api._terminate_process_handler = stop_once
     api.logger.addFilter(is_news)
     agents.logger.addFilter(is_news)
@@ -129,8 +129,8 @@ def change_torchrun() -> None:
 
 
 def launch(arguments: list[str]) -> None:
-    """Run torchrun with these arguments, on one machine unless they say how many there are."""
-    # The parent may ignore SIGHUP, as nohup does; torchrun would handle it all the same.
+    """Run torchrun with these arguments; without --nnodes, on one machine."""
+    # The parent may ignore SIGHUP, as nohup does, but torchrun would still handle it.
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         arguments = [argument.replace("SIGHUP,", "") for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
@@ -140,20 +140,20 @@ def launch(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # A stage of the workflow that is killed must not leave its ranks behind.
+    # If a stage of the workflow is killed, its ranks must end, too.
     if os.environ.pop("OF_A_STAGE", ""):
         die_with_the_launcher()
-    # For the ranks (world.py): this process may be gone before they look who started them.
+    # The ranks (world.py) use these to notice that this process is gone.
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     os.environ["LAUNCHER_STARTED"] = f"{time.time():.0f}"
     change_torchrun()
     try:
         launch(sys.argv[1:])
     except ChildFailedError as failed:
-        # The ranks have reported an error the user can fix.
+        # The ranks have already reported an error that the user can fix.
         if failed_with(USER_ERROR, failed.failures):
             sys.exit(USER_ERROR)
-        # This says which rank failed first, and how; a traceback of torchrun would not help.
+        # The message names the first rank that failed; a traceback of torchrun would not help.
         sys.exit(str(failed))
     except api.SignalException as stop:
         with contextlib.suppress(OSError):

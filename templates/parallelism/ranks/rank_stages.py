@@ -1,6 +1,6 @@
-"""The stages that start several ranks, and what each does.
+"""List the stages that start several ranks, with their help.
 
-Importing this imports no torch, so that `--help` stays quick.
+This module does not import torch, so that `--help` is fast.
 """
 
 RANK_STAGES = {

@@ -1,4 +1,4 @@
-"""Stragglers: which rank the others wait for, step after step, though it does not hang."""
+"""Find stragglers: ranks that do not hang, but for which the others wait at each step."""
 
 import logging
 import socket
@@ -20,18 +20,18 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A rank is slow if it takes more than this many times what the median rank takes by itself, and if
-# the difference is more than this fraction of a step.
+# A rank is slow if its own time is more than this ratio of the median rank's, and the difference is
+# more than this fraction of a step.
 SLOW_RATIO = 1.2
 SLOW_FRACTION = 0.05
-# The slowest rank is named when it was slow for this many log lines in a row.
+# A warning names the slowest rank once it was slow for this many log lines in a row.
 SLOW_WINDOWS = 3
 # Only the first steps of each log line are timed.
 TIMED_STEPS = 64
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks: those before the journal, and those after it."""
+    """Return the callbacks that watch the ranks, to call before and after the journal."""
     before, after = watchdog.monitors(state, run_dir, group)
     if state.world.size > 1:
         stragglers = Stragglers(group, state.world.device, state.module)
@@ -41,43 +41,43 @@ def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], li
 
 
 class Stragglers:
-    """Adds the slowest rank to each log line, and warns when the same one stays the slowest.
+    """Callback that adds the slowest rank to each log line, and warns if it stays the slowest.
 
-    A step takes all ranks the same time, since they wait for each other. So this times what a rank
-    does before it first waits for others: between steps, for its batch and, under DDP, in forward
-    and in all micro-batches before the last. (FSDP gathers in forward: there a slow device looks
-    like one that waits.) On CUDA events time the device; nothing waits for them before the log
-    line. Each line has the means of the window before it, so that no rank waits for the others'.
+    Since ranks wait for each other, a step takes the same time on all of them. So this measures a
+    rank's time until it may first wait for others: between steps, loading its batch and, with DDP,
+    forward and all micro-batches before the last. (FSDP gathers in forward, so there a slow device
+    cannot be told from a waiting one.) On CUDA, events measure the device's time, and are read only
+    at log lines. A log line has the means of the previous window, so that no rank waits for them.
     """
 
     def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
         self.group = group
         self.module = module
         self.cuda = device.type == "cuda"
-        # When this rank began the step, None if the step is not timed. Times are seconds on a CPU
-        # and events on CUDA.
+        # The start of the step; None if the step is not timed. Times are seconds on a CPU, and
+        # events on CUDA.
         self.began: Any = None
-        # When this rank got to the point where it may first wait for others.
+        # The time at which this rank may first wait for others.
         self.arrived: Any = None
         self.spans: list[tuple[Any, Any]] = []
         # The end of the last phase (a save, a validation) when the step began.
         self.resumed = group.resumed
         # Waits for the exchange that began at the last log line, and returns its result.
         self.maxima: Callable[[], list[float]] | None = None
-        # The slowest rank of the last window, and the number of windows in a row it was slow.
+        # The slowest rank of the last window, and for how many windows in a row it was slow.
         self.last_slowest = 0
         self.slow_windows = 0
         self.hook: Any = None
 
     def __enter__(self) -> "Stragglers":
-        """Learn the ranks' hosts; watch forward under DDP."""
+        """Gather the ranks' host names and, with DDP, hook forward."""
         self.hosts = self.group.gather(socket.gethostname())
         if isinstance(self.module, DistributedDataParallel):
             self.hook = self.module.register_forward_hook(self._after_forward)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """Remove the hook; after a regular end no collective is left unfinished."""
+        """Remove the hook; after a normal end, finish the pending collective."""
         if self.hook:
             self.hook.remove()
         if kind is None and self.maxima:
@@ -85,20 +85,20 @@ class Stragglers:
 
     def before_step(self, state: "State") -> None:
         """Note that this rank has its batch."""
-        # In a save or a validation the ranks have waited for each other: such a step is not timed.
+        # A step with a save or a validation is not timed, since the ranks waited for each other.
         if self.resumed != self.group.resumed:
             self.began = None
         self._arrive()
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """At a log line add the slowest of the window before, and send this window's mean."""
+        """At a log line, add the slowest rank of the previous window, and send this one's mean."""
         if self.began is not None:
             self.spans.append((self.began, self.arrived))
         if record is None:
             return
         if self.maxima:
             record |= self._judge(self.maxima(), record["step_seconds"])
-        # Each rank sends zeros but for its own entry, so the maxima are the entries of all ranks.
+        # Each rank sends zeros except for its own entry, so the maxima are all ranks' entries.
         seconds = [0.0] * self.group.size
         seconds[self.group.rank] = self._mean_seconds()
         self.maxima = self.group.maximum(seconds)
@@ -115,9 +115,9 @@ class Stragglers:
             self._arrive()
 
     def _arrive(self) -> None:
-        """Note the time: from here on this rank may wait for others."""
-        # A step calls this several times, and the last call counts. Between the calls no rank waits
-        # for another one: DDP communicates in the backward of the last micro-batch only.
+        """Note the time from which this rank may wait for others."""
+        # A step calls this several times, and the last call counts. No rank waits before that: DDP
+        # communicates only in the backward of the last micro-batch.
         if self.began is not None:
             self.arrived = self._now()
 
@@ -129,7 +129,7 @@ class Stragglers:
         return event
 
     def _mean_seconds(self) -> float:
-        """Return the mean of what this rank has timed in the window; 0 if it timed nothing."""
+        """Return this rank's mean seconds per step in the window; 0 if no step was timed."""
         if not self.spans:
             return 0.0
         seconds = []
@@ -154,9 +154,9 @@ class Stragglers:
         else:
             self.slow_windows = 1
         self.last_slowest = slowest
-        # By == rather than >=, since one warning is enough while the rank stays slow.
+        # Compare with == instead of >=, to warn only once while the rank stays slow.
         if self.slow_windows == SLOW_WINDOWS and self.group.rank == 0:
-            text = "rank %d on %s holds up the others: it waits after %.3g s, the median %.3g s"
+            text = "rank %d on %s slows the others down: %.3g s per step by itself, median %.3g s"
             log.warning(text, slowest, self.hosts[slowest], longest, median)
         return {
             "slowest_rank": slowest,
@@ -166,7 +166,7 @@ class Stragglers:
 
 
 class BeginStep:
-    """A callback behind the journal, which takes time on rank 0 alone: that is not timed."""
+    """Callback after the journal that starts the timer, to exclude the journal's time on rank 0."""
 
     def __init__(self, stragglers: Stragglers) -> None:
         self.stragglers = stragglers

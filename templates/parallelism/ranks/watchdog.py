@@ -1,22 +1,22 @@
-"""The watchdog: ends a run that hangs, and names the rank that the others wait for.
+"""End a run that hangs, and name the rank for which the others wait.
 
-When a rank stops (its process is stopped, its code loops, its machine or GPU is gone), the others
-wait for it in the next collective, by default for hours. So a thread on each rank measures the time
-since the last step. Past the limit it
+When a rank stops working (its process is suspended, its code loops, its machine or GPU is gone),
+the others wait for it in the next collective, by default for hours. So a thread on each rank
+measures the time since the last step. When the limit is exceeded, it
 
-1. writes the stacks of its rank, then a report: where its rank is, and how many collectives it has
-   begun. The report comes second, so it shows that the stacks are complete;
-2. reads the reports of the other ranks until all are there or time is up;
-3. writes a verdict if it is on the lowest rank with a report. The verdict names the ranks without a
-   report (they are stopped, or gone) or else those that have begun the fewest collectives (the
-   others wait in one that these did not enter);
-4. ends the process as soon as there is a verdict, since the first process that ends takes the
+1. writes the stacks of its rank, then a report with the rank's position in the code and the number
+   of collectives that it has started. If there is a report, the stacks are complete;
+2. reads the reports of the other ranks, until all are there or the time is up;
+3. on the lowest rank with a report, writes a verdict. It names the ranks without a report, which
+   are suspended or gone. If all have one, it names the ranks that have started the fewest
+   collectives: the others wait in a collective that these did not enter;
+4. ends the process once there is a verdict, and not before: the first process that ends takes the
    others with it.
 
-All this goes through files in the run directory: a collective would hang, too.
+The ranks communicate through files in the run directory, since a collective would hang, too.
 
-The limit is `--parallel.timeout-minutes`, but PHASE_LIMIT for start-up with the first step (which
-may compile) and inside `Group.phase` (a validation, a save).
+The limit is `--parallel.timeout-minutes`, or PHASE_LIMIT for the start-up, which includes the first
+step (it may compile), and inside `Group.phase` (a validation or a save).
 """
 
 import contextlib
@@ -41,16 +41,16 @@ from .world import PHASE_LIMIT
 if TYPE_CHECKING:
     from ..train import State
 
-# The files that hold the last collectives of each rank begin with this.
+# The prefix of the files with the last collectives of each rank.
 TRACE = "collectives_rank_"
-# Ranks wait for reports this long, and twice the longest step, by which a rank may lag.
+# Ranks wait for reports this long plus twice the longest step, since a rank may lag by a step.
 REPORTING_SECONDS = 10.0
-# A thread that did not run for this long was stopped, and its process with it.
+# If the watchdog thread did not run for this long, its process was suspended.
 SUSPENDED_SECONDS = 5.0
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks: those before the journal, and those after it."""
+    """Return the callbacks that watch the ranks, to call before and after the journal."""
     before: list[Any] = []
     if state.world.distributed:
         before.append(Watchdog(run_dir, group))
@@ -58,7 +58,7 @@ def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], li
 
 
 class Watchdog:
-    """Ends the run, and says why, when this rank takes too long for a step."""
+    """Callback that ends the run with an explanation when a step takes too long on this rank."""
 
     def __init__(self, run_dir: Path, group: Group) -> None:
         self.run_dir = run_dir
@@ -75,7 +75,7 @@ class Watchdog:
 
     def __enter__(self) -> "Watchdog":
         """Start the thread."""
-        # All ranks report into one folder, so its name is rank 0's.
+        # All ranks report to one folder, so its name comes from rank 0.
         stamp = self.group.broadcast(time.strftime("%Y%m%d-%H%M%S", time.gmtime()))
         self.folder = self.run_dir / f"hang-{stamp}"
         threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
@@ -85,15 +85,15 @@ class Watchdog:
         self.over.set()
 
     def before_step(self, state: "State") -> None:
-        """Note when a whole step is done, all callbacks after it included."""
+        """Note that a whole step is done, including the callbacks after it."""
         if self.stepping:
             note_step()
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Restart the clock for the next step."""
         before = self.began
-        # The thread reads `phases` first and `began` second, so they are written the other way
-        # round: it never sees that start-up is over together with the time at which it began.
+        # The thread reads `phases` first and `began` second, so write them in the reverse order.
+        # Then it never sees the end of the start-up together with the time when that began.
         self.began = time.monotonic()
         if self.stepping:
             self.longest = max(self.longest, min(self.began - before, self.limit))
@@ -110,13 +110,13 @@ class Watchdog:
             # On Linux the kernel ends the ranks of a killed torchrun (world.py).
             if sys.platform != "linux" and os.getppid() != self.parent:
                 os._exit(1)
-            # `phases` is read before the times: at its end a phase sets `resumed`, then `phases`.
-            # Read the other way round, a long save could count as a step.
+            # Read `phases` before the times, since the end of a phase sets `resumed`, then
+            # `phases`. In the other order, a long save could count as a step.
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())
             began = max(self.began, self.group.resumed)
-            # If this process was suspended, the whole job may have been: that is not a hang.
+            # If this process was suspended, the whole job may have been; that is not a hang.
             suspended = now - last
             if suspended > SUSPENDED_SECONDS:
                 began += suspended
@@ -126,17 +126,17 @@ class Watchdog:
                 self._end(now - began)
 
     def _end(self, waited: float) -> None:
-        """Report and end the process, whatever happens."""
+        """Report, and end the process even if that fails."""
         try:
             self._report(waited)
         except OSError as error:
             # The disk may be what hangs.
-            self.group.say(f"error: no step was finished in time, and {error}")
+            self.group.say(f"error: no step finished in time; the report failed: {error}")
         finally:
             os._exit(1)
 
     def _report(self, waited: float) -> None:
-        """Write where this rank is; the lowest rank that does so then says who hangs."""
+        """Write this rank's report; on the lowest rank with a report, also the verdict."""
         rank = self.group.rank
         verdict = self.folder / "verdict.txt"
         self.folder.mkdir(exist_ok=True)
@@ -149,20 +149,20 @@ class Watchdog:
             "collectives": _count_collectives(),
         }
         write_json(self.folder / f"rank_{rank}.json", report)
-        # This asks CUDA, which may be what hangs, so it has a thread to itself.
+        # This calls CUDA, which may hang itself, so it runs in a separate thread.
         trace = threading.Thread(target=self._write_trace, daemon=True)
         trace.start()
         reports = self._wait_for_reports()
         trace.join(REPORTING_SECONDS)
         if rank == min(reports):
             self._blame(reports, waited, verdict)
-        # The first rank that leaves ends the others, so each waits until all have reported.
+        # The first rank that exits ends the others, so wait for the verdict.
         deadline = time.monotonic() + 2 * REPORTING_SECONDS
         while not verdict.exists() and time.monotonic() < deadline:
             time.sleep(0.2)
 
     def _wait_for_reports(self) -> dict[int, dict[str, Any]]:
-        """Return the reports by rank, once all are there or time is up."""
+        """Return the reports by rank, once all are there or the time is up."""
         deadline = time.monotonic() + REPORTING_SECONDS + 2 * self.longest
         reports = self._read_reports()
         while len(reports) < self.group.size and time.monotonic() < deadline:
@@ -171,8 +171,8 @@ class Watchdog:
         return reports
 
     def _blame(self, reports: dict[int, dict[str, Any]], waited: float, verdict: Path) -> None:
-        """Say who hangs: on the console, in status.json, then in the verdict."""
-        reason = f"no step was finished for {waited:.0f} s: {blame(reports, self.group.size)}"
+        """Name the ranks that hang, on the console, in status.json, then in the verdict."""
+        reason = f"no step finished for {waited:.0f} s: {blame(reports, self.group.size)}"
         lines = [reason]
         fewest_first = sorted(reports, key=lambda rank: reports[rank]["collectives"])
         for rank in fewest_first[:8]:
@@ -181,25 +181,25 @@ class Watchdog:
             lines.append(f"rank {rank} ({process}) is at {report['where']}")
         lines.append(f"stacks and last collectives are in {self.folder}")
         if torch.cuda.is_available():
-            lines.append(f"read the latter with `torchfrtrace --prefix {TRACE} {self.folder}`")
+            lines.append(f"show the collectives: `torchfrtrace --prefix {TRACE} {self.folder}`")
         text = "\n  ".join(lines)
         self.group.say(f"error: {text}")
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
         write_json(self.run_dir / "status.json", {"status": "failed", "at": at, "reason": reason})
-        # The verdict comes last: when the other ranks see it, they end.
+        # Write the verdict last, since the other ranks exit when they see it.
         with open_to_write(verdict) as file:
             file.write(text + "\n")
 
     def _write_trace(self) -> None:
-        """Write what the flight recorder knows of the last 2,000 collectives."""
+        """Write the flight recorder's trace of the last 2,000 collectives."""
         recorder: Any = torch._C._distributed_c10d  # pyright: ignore
-        # Newer versions of torch have renamed it.
+        # Newer versions of torch have renamed the function.
         dump = getattr(recorder, "_dump_nccl_trace", None) or recorder._dump_fr_trace
         with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
             file.write(dump())
 
     def _read_reports(self) -> dict[int, dict[str, Any]]:
-        """Return the reports that there are, by rank, the lowest first."""
+        """Return the reports written so far by rank, the lowest first."""
         reports = {}
         for path in self.folder.glob("rank_*.json"):
             with contextlib.suppress(OSError):
@@ -209,19 +209,19 @@ class Watchdog:
 
 
 def blame(reports: dict[int, dict[str, Any]], size: int) -> str:
-    """Say which ranks the others wait for, by the reports of the ranks that wrote one."""
+    """Describe which ranks the others wait for, according to the reports."""
     silent = [rank for rank in range(size) if rank not in reports]
     if silent:
-        return f"{_named(silent)} gave no sign of life"
+        return f"{_named(silent)} did not respond"
     fewest = min(report["collectives"] for report in reports.values())
     behind = [rank for rank, report in reports.items() if report["collectives"] == fewest]
     if len(behind) == size:
-        return "all ranks wait within the same collective"
+        return "all ranks wait in the same collective"
     return f"{_named(behind)} did not enter the collective that the others are waiting in"
 
 
 def _named(ranks: list[int]) -> str:
-    """Return a list of ranks as text, eight at most."""
+    """Format a list of ranks, eight at most."""
     text = ", ".join(str(rank) for rank in ranks[:8])
     if len(ranks) > 8:
         text += " ..."
@@ -229,13 +229,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def _count_collectives() -> int:
-    """Return how many collectives this rank has begun, in all its process groups."""
+    """Return how many collectives this rank has started, in all its process groups."""
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _position_of(thread: int) -> str:
-    """Return the innermost line of a thread that is not in a library."""
+    """Return the innermost line of a thread outside libraries."""
     innermost = sys._current_frames()[thread]
     frame = innermost
     while frame is not None and _is_library(frame.f_code.co_filename):
@@ -246,5 +246,5 @@ def _position_of(thread: int) -> str:
 
 
 def _is_library(path: str) -> bool:
-    """Whether a source file is of an installed package, or of Python's import system."""
+    """Tell whether a source file is in an installed package or Python's import system."""
     return "-packages/" in path or "<frozen" in path

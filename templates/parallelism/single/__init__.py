@@ -1,4 +1,4 @@
-"""One process: it decides alone what several would have to agree on."""
+"""Run in one process: the functions with which several ranks would agree return at once."""
 
 import contextlib
 import os
@@ -27,34 +27,34 @@ class World:
 
 
 class Group:
-    """The methods by which several processes agree: one process returns at once."""
+    """The methods with which several ranks would agree; with one process they return at once."""
 
     rank = 0
     size = 1
     process_group = None
     is_first = True
-    # What the process does, for the line that a stop signal prints.
+    # The current activity, for the message after a stop signal.
     doing = "step"
 
     def __init__(self, world: World | None = None) -> None:
-        """Keep nothing: there is no other process."""
+        """Accept the same arguments as the class for several ranks."""
 
     def __str__(self) -> str:
         return ""
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Name what the block does; it may take any time, since no process waits for this one."""
+        """Name the activity of the block; it has no time limit, since no other process waits."""
         self.doing = doing
         yield
         self.doing = "step"
 
     def prove_shared(self, folder: Path) -> None:
-        """Do nothing: no other process has to see what this one writes."""
+        """Do nothing, since no other process needs to see this one's files."""
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block of host work; its errors become a RankError, but a UserError stays one."""
+        """Run a block of host work; convert its errors to RankError, except UserError."""
         try:
             yield
         except (UserError, RankError):
@@ -79,20 +79,20 @@ class Group:
         return flags
 
     def settle(self) -> None:
-        """Do nothing: no exchange is ever under way."""
+        """Do nothing, since there is never a pending exchange."""
 
 
 def require_same_model(model: Any, world: World) -> None:
-    """Do nothing: no other process has built a model."""
+    """Do nothing, since no other process has built a model."""
 
 
 def launcher() -> str | None:
-    """Return None: no launcher started this process."""
+    """Return None, since no launcher started this process."""
     return None
 
 
 def join(config: ParallelConfig, device_name: str) -> World:
-    """Take the one device; UserError when torchrun started several processes."""
+    """Pick the device; UserError when torchrun started several processes."""
     check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = pick_device(device_name)
     if device.type == "cuda":
@@ -101,14 +101,14 @@ def join(config: ParallelConfig, device_name: str) -> World:
 
 
 def leave(world: World) -> None:
-    """Do nothing: there is no process group."""
+    """Do nothing, since there is no process group."""
 
 
 def regrouping(told_to_stop: Callable[[], bool]) -> bool:
-    """Return False: no other machine can join or leave."""
+    """Return False, since no other machine can join or leave."""
     return False
 
 
 def monitors(state: Any, run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return no callbacks: no process waits for this one, so nothing watches it."""
+    """Return no callbacks, since no other process waits for this one."""
     return [], []

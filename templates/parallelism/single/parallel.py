@@ -1,4 +1,4 @@
-"""One process, one device."""
+"""Train with one process on one device: the functions that DDP and FSDP implement otherwise."""
 
 import contextlib
 from collections.abc import Callable, Iterable
@@ -20,25 +20,25 @@ SHARDED = False
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is spread: not at all."""
+    """Settings of parallelism: there are none with one process."""
 
 
 def check_ranks(config: ParallelConfig, ranks: int) -> None:
-    """UserError when the work cannot be spread over so many processes."""
+    """Raise UserError if there are several processes."""
     if ranks > 1:
         raise UserError(
-            f"{ranks} processes cannot share the work, as this project was rendered for one "
-            "(parallelism=single): start it with `python -m`, or render it with ddp or fsdp"
+            f"there are {ranks} processes, but this project trains with one (parallelism=single): "
+            "start it with `python -m`, or create the project with ddp or fsdp"
         )
 
 
 def reduces_each_micro_batch(config: ParallelConfig) -> bool:
-    """Return whether the ranks sum gradients after each micro-batch, not once in a step."""
+    """Return whether gradients are reduced after each micro-batch instead of once per step."""
     return False
 
 
 def reshards_after_forward(config: ParallelConfig) -> bool:
-    """Return whether a block's weights are gathered for forward, and again for backward."""
+    """Return whether a block's weights are gathered in forward and again in backward."""
     return False
 
 
@@ -59,11 +59,11 @@ def wrap(
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Do nothing: no gradient is summed over processes."""
+    """Do nothing, since gradients are not summed over processes."""
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """Compute the loss of a batch: matrix products in the run's dtype, the rest in float32."""
+    """Compute the loss of a batch, with autocast to the run's dtype."""
     if state.compute_dtype == torch.float32:
         return compute_loss(state.module, batch)
     with torch.autocast(state.world.device.type, state.compute_dtype):
@@ -71,17 +71,17 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Wrap a micro-batch's forward and backward: nothing is reduced, in the last one either."""
+    """Return an empty context, since gradients are not reduced."""
     return contextlib.nullcontext()
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the part of a tensor that this process holds: all of it."""
+    """Return this process's shard of a tensor, which is the whole tensor."""
     return tensor
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the full tensor, which this process has."""
+    """Return the full tensor, which this process holds."""
     return tensor
 
 
@@ -91,18 +91,18 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `tensor`, of which this process holds `part`: all of it."""
+    """Return `part`, since a shard is the whole tensor."""
     return part
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many processes hold a tensor, and the index of this one among them."""
+    """Return how many processes hold a tensor, and this one's index among them."""
     return 1, 0
 
 
 def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
-    """Compute the 2-norm of all gradients together: a scalar on the device."""
-    # As torch.nn.utils.get_total_norm, which first sorts by device and dtype for twice the cost.
+    """Compute the 2-norm of all gradients: a scalar on the device."""
+    # Like torch.nn.utils.get_total_norm, which first groups by device and dtype at twice the cost.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
@@ -111,26 +111,26 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Do `work` on the matrices, all of them in this process."""
+    """Apply `work` to all matrices in this process."""
     return work(matrices)
 
 
 def all_reduce(tensor: torch.Tensor, world: "World") -> torch.Tensor:
-    """Return the tensor itself, the sum over one process."""
+    """Return the tensor itself: the sum over one process."""
     return tensor
 
 
 def require_gradients(state: "State") -> None:
-    """Do nothing: no other process would wait for a gradient that is missing here."""
+    """Do nothing, since no other process would wait for a gradient that is missing here."""
 
 
 def agree_on_buffers(running: Any, step: int, world: "World") -> None:
-    """Do nothing: no other process has buffers that could differ."""
+    """Do nothing, since no other process has buffers that could differ."""
 
 
 def require_same(values: dict[str, Any], world: "World") -> None:
-    """Do nothing: no other process has values that could differ."""
+    """Do nothing, since no other process has values that could differ."""
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: "World") -> None:
-    """Do nothing: no other process has loaded anything."""
+    """Do nothing, since no other process has loaded anything."""

@@ -1,3 +1,3 @@
-"""The stages that start several ranks: none, as this project trains in one process."""
+"""List the stages that start several ranks: none, since this project trains in one process."""
 
 RANK_STAGES: dict[str, str] = {}

@@ -1,4 +1,4 @@
-"""Files of checkpoints on disk: find them, open them."""
+"""Find and open the files of checkpoints on disk."""
 
 import contextlib
 import errno
@@ -16,15 +16,15 @@ from . import PUBLISHED, LocalFiles, step_name
 
 Place = Path
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
-# One slash is enough, since pathlib folds two into one.
+# Only one slash is required, since pathlib merges two into one.
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")
-NO_STORE = "which this project cannot open: render it with storage=object_store"
+NO_STORE = "which this project cannot open: create it with storage=object_store"
 
 
 def storage_path(where: Path | str) -> Path:
-    """Return a path; UserError for the address of an object store."""
+    """Return a path; UserError for a URL of an object store."""
     if URL.fullmatch(str(where)):
-        raise UserError(f"{where} is the address of an object store, {NO_STORE}")
+        raise UserError(f"{where} is a URL of an object store, {NO_STORE}")
     return Path(where)
 
 
@@ -40,7 +40,7 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def published(directory: Path) -> list[Path]:
-    """Return the published checkpoints, oldest first, good or not."""
+    """Return the published checkpoints, oldest first, including damaged ones."""
     names = os.listdir(directory) if directory.is_dir() else []
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
@@ -54,7 +54,7 @@ def damaged(directory: Path) -> list[str]:
 
 def open_regular(path: Path) -> io.BufferedIOBase:
     """Open a regular file for reading; OSError for a link, a device or a pipe."""
-    # Anything else must not even be opened: opening a pipe waits for a writer.
+    # Check before opening, since opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -62,8 +62,8 @@ def open_regular(path: Path) -> io.BufferedIOBase:
 
 
 def local_copy(path: Path, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
-    """Return the folder with the files of a checkpoint, which all ranks read; nothing is copied."""
-    # A checkpoint that was copied here from an object store has its files in a folder of its own.
+    """Return the folder with a checkpoint's files, which all ranks read in place."""
+    # A checkpoint copied from an object store has its files in a subfolder.
     folder = path / manifest.get("folder", "")
     if group is None:
         return LocalFiles(folder, rank=0, ranks=1)
@@ -71,4 +71,4 @@ def local_copy(path: Path, manifest: dict[str, Any], group: Group | None = None)
 
 
 def release_copies() -> None:
-    """Do nothing, since nothing was copied."""
+    """Do nothing, since there are no copies."""

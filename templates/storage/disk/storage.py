@@ -1,4 +1,4 @@
-"""Where checkpoints are: on disk, in the run directory, which all machines share."""
+"""Store checkpoints on disk, in the run directory, which all machines share."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,21 +14,21 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class StorageConfig(RetentionConfig):
-    """Checkpoints on disk."""
+    """Settings of checkpoints on disk."""
 
-    # Whether the run directory has no checkpoints.
+    # Whether checkpoints are only in an object store, not in the run directory.
     far = False
 
 
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
-    """Return what publishes and finds a run's checkpoints; UserError if a store has them."""
+    """Return the publisher of a run's checkpoints; UserError if they are in an object store."""
     return Publisher(checkpoints_of(run_dir), config, group)
 
 
 def on_disk(config: C) -> C:
-    """Return the settings of a run that saves to this machine's disk: these do."""
+    """Return settings that save to disk, which these already do."""
     return config
 
 
 def end_in_time(stop: Stop) -> None:
-    """Do nothing: only requests to a store have to end before the launcher kills this process."""
+    """Do nothing: only requests to an object store need a deadline after a stop signal."""

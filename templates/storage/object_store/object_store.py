@@ -1,8 +1,8 @@
-"""Objects and folders in an object store, used like paths, through fsspec: s3://bucket/run.
+"""Use objects and folders in an object store (s3://bucket/run) like paths, through fsspec.
 
-Requests fail now and then: a store throttles, is slow, or cuts the connection. Each request is sent
-again after a delay, unless it would fail the same way. Credentials come from the environment or
-from fsspec's own settings, never from here.
+Requests fail now and then: a store throttles, is slow, or drops the connection. A failed request is
+retried after a delay, unless it would fail again in the same way. Credentials come from the
+environment or from fsspec's configuration, never from this project.
 """
 
 import asyncio
@@ -26,14 +26,14 @@ from ..distributed.stop import Stop
 from ..errors import RankError, UserError
 
 log = logging.getLogger(__name__)
-# Seconds in which a store has to answer a request, or the next bytes of a file have to move.
+# Seconds to wait for an answer, or for progress of a file transfer.
 REQUEST_TIMEOUT = 300.0
-# Seconds, at most, before each retry of a request.
+# Maximum seconds before each retry of a request.
 RETRY_DELAYS = (0.5, 2.0, 6.0, 15.0)
-# A fraction of the time in which a run has to end: torchrun kills it after GRACE_SECONDS
-# (launch.sh). The rest is for logging what was saved.
+# Seconds for requests after a stop signal. torchrun kills the run after GRACE_SECONDS (launch.sh);
+# the rest of that time is for logging what was saved.
 GRACE = 0.75 * int(os.environ.get("GRACE_SECONDS") or "120")
-# A request that fails in one of these ways would fail again, so it is not retried.
+# Requests that fail with these errors would fail again, so they are not retried.
 PERMANENT_ERRORS = (
     FileExistsError,
     IsADirectoryError,
@@ -46,23 +46,24 @@ PERMANENT_ERRORS = (
     ImportError,
 )
 LOCAL_PROTOCOLS = ("file", "local")
-# Addresses that are opened because a config.json says so, and not the command: add yours here. The
-# maker of a run directory chose the address, and some protocols of fsspec run what a file says.
+# Protocols that may be opened when only a config.json names the URL, not the command; add yours
+# here. A run directory from elsewhere may name any URL, and some protocols of fsspec execute code
+# from files.
 PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", *LOCAL_PROTOCOLS}
-# One to three slashes, since pathlib folds two into one.
+# One to three slashes, since pathlib merges two into one.
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")
-# The addresses that this command was given or has logged.
+# URLs that the command was given, or that were logged.
 known_urls: set[str] = set()
-# The stop signals of the run that this process trains (`end_in_time`), if it trains one.
+# The stop signals of the run in this process (`end_in_time`), if it trains.
 stop_of_run: Stop | None = None
 
 
 class StoreError(OSError, RankError):
-    """A request failed, and so did its retries."""
+    """A request that failed, as did its retries."""
 
 
 def end_in_time(stop: Stop) -> None:
-    """Let all requests of this process end before the launcher kills it after a stop signal."""
+    """End all requests of this process before the launcher kills it after a stop signal."""
     global stop_of_run
     stop_of_run = stop
 
@@ -75,13 +76,13 @@ def time_left() -> float:
 
 
 def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
-    """Send one request and return the answer; TimeoutError when nothing moves for too long.
+    """Send one request and return the answer; TimeoutError when there is no progress for too long.
 
-    Without that, some clients would wait for ever: s3fs does, for the store's leave to send a PUT.
+    Without a timeout some clients would wait forever, as s3fs does for permission to send a PUT.
     """
     progress = None
     if method in ("put_file", "get_file"):
-        # fsspec counts in it the bytes that have moved.
+        # fsspec counts the transferred bytes in it.
         progress = fsspec.Callback()
         options["callback"] = progress
     if not store.async_impl:
@@ -102,21 +103,21 @@ def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
     try:
         return future.result()
     except LookupError as error:
-        # The headers of an object are missing, as in the answer of a failing proxy.
-        raise OSError(errno.EIO, f"an answer without {error}") from error
+        # Headers are missing, as in an answer of a failing proxy.
+        raise OSError(errno.EIO, f"the answer lacks {error}") from error
     except FileNotFoundError as error:
         if method != "put_file":
             raise
-        # The store does not know the multipart upload. It was aborted, or it is complete and the
-        # answer was lost. A retry sends the file again, so this error may pass.
+        # The store does not know the multipart upload: it was aborted, or it is complete and the
+        # answer was lost. A retry sends the file again, so this is a temporary error.
         raise OSError(errno.EIO, str(error)) from error
 
 
 def store_error(error: Exception, address: str) -> StoreError:
-    """Return what any client raised as a StoreError: a number, one line of text, the address."""
+    """Convert any client's error to a StoreError with a number, one line of text and the URL."""
     number = getattr(error, "errno", None) or errno.EIO
     if type(error).__name__ == "FlexibleChecksumError":
-        # botocore compared an object with the store's own checksum of it: the object is damaged.
+        # botocore found that the object does not match the store's checksum: it is damaged.
         number = errno.EBADMSG
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     first_line = text.partition("\n")[0]
@@ -137,16 +138,16 @@ class RemotePath:
         return self.store.unstrip_protocol(self.path)
 
     def __reduce__(self) -> Any:
-        """Sent to another rank as an address: each process opens it with its own credentials."""
+        """Pickle only the URL: each process opens it with its own credentials."""
         return remote, (str(self),)
 
     @property
     def name(self) -> str:
-        """The last name in the path."""
+        """The last component of the path."""
         return self.path.rpartition("/")[2]
 
     def exists(self) -> bool:
-        """Return whether there is an object, or one below."""
+        """Return whether there is an object at this path, or below it."""
         return self._type() in ("file", "directory")
 
     def is_file(self) -> bool:
@@ -159,12 +160,12 @@ class RemotePath:
         return None
 
     def sizes(self) -> dict[str, int]:
-        """Return the names right below and their sizes, 0 for folders; {} if there are none."""
+        """Return the names directly below with their sizes, 0 for folders; {} if there are none."""
         sizes: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in self.request("ls", self.path, detail=True):
                 path = entry["name"].rstrip("/")
-                # Some stores list the folder itself, too, as an empty object.
+                # Some stores also list the folder itself, as an empty object.
                 if path != self.path:
                     name = path.rpartition("/")[2]
                     sizes[name] = entry["size"] or 0
@@ -175,26 +176,27 @@ class RemotePath:
         return self.request("cat_file", self.path)
 
     def write(self, content: bytes) -> None:
-        """Write a small object, or replace it."""
+        """Write or replace a small object."""
         self.request("pipe_file", self.path, content)
 
     def write_new(self, content: bytes, check: Callable[[], None]) -> None:
-        """Write a small object where there is none; FileExistsError when there is another one.
+        """Create a small object; FileExistsError when there is one with other content.
 
         `check()` is called before each attempt, and may raise.
         """
         try:
             self.request("pipe_file", self.path, content, check=check, mode="create")
         except OSError as error:
-            # Not every store says that the object exists, so this looks for it.
+            # Not every store reports that the object exists, so look for it.
             if not self.exists():
                 raise
-            # With the same content an earlier attempt has written it, and its answer was lost.
+            # If the content is the same, an earlier attempt succeeded and its answer was lost.
             if self.read() != content:
-                raise FileExistsError(errno.EEXIST, "there is another", str(self)) from error
+                text = "exists with other content"
+                raise FileExistsError(errno.EEXIST, text, str(self)) from error
 
     def send(self, source: Path) -> None:
-        """Upload a file as this object, or replace the object."""
+        """Upload a file to this object, replacing it if it exists."""
         self.request("put_file", str(source), self.path)
 
     def fetch(self, target: Path) -> None:
@@ -202,7 +204,7 @@ class RemotePath:
         self.request("get_file", self.path, str(target))
 
     def unlink(self) -> None:
-        """Remove an object, if it is there."""
+        """Remove the object, if it exists."""
         with contextlib.suppress(FileNotFoundError):
             self.request("rm_file", self.path)
 
@@ -210,12 +212,12 @@ class RemotePath:
         """Remove all objects below."""
         with contextlib.suppress(FileNotFoundError):
             self.request("rm", self.path, recursive=True)
-        # S3's bulk delete does not report the objects that it may not remove. A single one does.
+        # S3's bulk delete does not report missing permissions, but a single delete does.
         for path in self.request("find", self.path):
             self.request("rm_file", path)
 
     def abort_multipart_uploads(self) -> None:
-        """Abort multipart uploads below that killed processes left, which S3 keeps and bills."""
+        """Abort multipart uploads left by killed processes, which S3 would keep and bill."""
         if not hasattr(self.store, "call_s3"):
             return
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
@@ -224,13 +226,13 @@ class RemotePath:
             for upload in listed.get("Uploads", []):
                 self.request("abort_mpu", bucket, upload["Key"], upload["UploadId"])
         except (OSError, KeyError) as error:
-            # To list them takes a permission of its own, and some stores cannot list them.
-            log.info("half uploads in %s, if there are any, stay: %s", self, error)
+            # Listing them needs a separate permission, and some stores cannot list them.
+            log.info("could not look for unfinished uploads in %s: %s", self, error)
 
     def request(
         self, method: str, *arguments: Any, check: Callable[[], None] | None = None, **options: Any
     ) -> Any:
-        """Send a request, and retry while its failure may pass; StoreError after the last retry.
+        """Send a request, and retry after temporary failures; StoreError after the last retry.
 
         `check()` is called before each attempt, and may raise.
         """
@@ -243,20 +245,20 @@ class RemotePath:
                 text = f"{method} was refused: {error.strerror or error}"
                 raise PermissionError(errno.EACCES, text, str(self)) from error
             except FileNotFoundError as error:
-                # s3fs leaves the number out, by which a missing object is told from a failure.
+                # s3fs does not set the number that distinguishes a missing object from a failure.
                 error.errno = errno.ENOENT
                 raise
             except PERMANENT_ERRORS:
                 raise
             except Exception as error:
                 failure = store_error(error, str(self))
-                # botocore has several errors for missing credentials, which no retry finds.
+                # botocore has several errors for missing credentials; a retry does not help.
                 no_credentials = type(error).__name__.endswith("CredentialsError")
                 if delay is None or no_credentials or time_left() <= 0:
                     raise failure from error
                 log.info("%s: %s; trying again", self, failure.strerror)
-                # The ranks must not all come back at the same moment. Python's own generator is
-                # seeded alike on all of them.
+                # Jitter keeps the ranks from retrying at the same moment. Python's global generator
+                # cannot be used, since all ranks seed it alike.
                 jittered = delay * random.SystemRandom().uniform(0.5, 1.0)
                 time.sleep(max(0.0, min(jittered, time_left())))
 
@@ -274,45 +276,49 @@ def remote(url: str) -> RemotePath:
         store, path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
         hint = 'pip install -e ".[s3]"' if of_s3 else str(error)
-        raise UserError(f"{url} needs a package that is not here: {hint}") from None
+        raise UserError(f"{url} needs a package that is not installed: {hint}") from None
     except ValueError as error:
-        raise UserError(f"{url} is no address of a store: {error}") from None
+        raise UserError(f"{url} is not a URL of an object store: {error}") from None
     if of_s3 and store.retries != 1:
-        # `RemotePath.request` retries. Retries of s3fs and of botocore would multiply with these.
+        # `RemotePath.request` retries, so disable the retries of s3fs and botocore.
         store.retries = 1
         store.config_kwargs = {**store.config_kwargs, "retries": {"total_max_attempts": 1}}
     return RemotePath(store, path.rstrip("/"))
 
 
 def remote_of(run: Path, url: str) -> RemotePath:
-    """Return the folder at the URL in a run's config.json, and log the URL before it is opened.
+    """Return the folder at the URL in a run's config.json; the URL is logged before it is opened.
 
-    UserError for a protocol that is not in PROTOCOLS, unless this command gave the same URL.
+    Raises UserError if its protocol is not in PROTOCOLS, unless the command gave the same URL.
     """
     url = check_address(url)
     if url not in known_urls:
         if url.partition(":")[0] not in PROTOCOLS:
-            text = f"{run}/config.json names {url}, which is not opened unasked: give the address"
-            raise UserError(f"{text} itself, or add its protocol to PROTOCOLS in {__name__}")
-        log.info("%s has its checkpoints in %s, as its config.json says", run, url)
+            raise UserError(
+                f"{run}/config.json names {url}, whose protocol may be unsafe: give this URL on "
+                f"the command line, or add its protocol to PROTOCOLS in {__name__}"
+            )
+        log.info("the checkpoints of %s are in %s, according to its config.json", run, url)
     return remote(url)
 
 
 def check_address(url: str) -> str:
-    """Return a URL in fsspec's form; UserError if it is none, or holds a password.
+    """Normalize a URL for fsspec; UserError if it is not a URL, or contains credentials.
 
-    The message does not repeat the password.
+    The message does not show the credentials.
     """
     match = None
     if isinstance(url, str) and url.isprintable():
         match = URL.fullmatch(url)
-    # fsspec takes "::" as a chain of protocols.
+    # fsspec interprets "::" as a chain of protocols.
     if match is None or "::" in url:
-        raise UserError(f"{url!a} is no address of a store: one protocol, as in s3://bucket/run")
+        raise UserError(f"{url!a} is not a URL of an object store: write it as s3://bucket/run")
     protocol, rest = match.groups()
     if "@" in rest.partition("/")[0] or "?" in rest:
-        text = "no credentials in an address, which is logged and saved: use the environment"
-        raise UserError(f"{protocol}://…: {text} (as AWS_PROFILE) or in ~/.config/fsspec")
-    # `rest` has no slash at its start, and the path of a local file needs one.
+        raise UserError(
+            f"{protocol}://…: a URL must not contain credentials, since it is logged and saved: "
+            "set them in the environment (such as AWS_PROFILE) or in ~/.config/fsspec"
+        )
+    # `rest` does not begin with a slash, which the path of a local file needs.
     root = "/" if protocol in LOCAL_PROTOCOLS else ""
     return f"{protocol}://{root}{rest}".rstrip("/")

@@ -1,4 +1,4 @@
-"""Files of checkpoints, on disk or in an object store: find them, open them, download them."""
+"""Find, open and download the files of checkpoints, on disk or in an object store."""
 
 import atexit
 import contextlib
@@ -20,20 +20,20 @@ from ..files import goes_without_lock, read_json
 from . import MANIFEST, PUBLISHED, LocalFiles, step_name
 from .object_store import URL, RemotePath, remote, remote_of
 
-# A Path or a RemotePath, by the settings of the run: both have the methods that are used here.
+# A Path or a RemotePath; both have the methods that are used here.
 Place = Any
-# Where a damaged checkpoint is set aside: on disk its folder, in a store its manifest is renamed.
+# Names of damaged checkpoints. On disk their folder is renamed, in a store their manifest.
 DAMAGED = re.compile(r"(step_\d{8,}|manifest\.json)\.damaged-\d+")
-# Files that a rank downloads or uploads at a time.
+# The number of files that a rank downloads or uploads at once.
 TRANSFERS = 4
-# The temporary folders of this process, each with the open file whose lock it holds.
+# The temporary folders of this process, each with its open and locked file.
 temporary_folders: dict[Path, TextIO] = {}
-# What was downloaded, and where it is.
+# The local copies of downloaded checkpoints.
 copies: dict[RemotePath, Path] = {}
 
 
 def storage_path(where: Path | str | RemotePath) -> Place:
-    """Return a path on disk, or that in a store; UserError for a URL that cannot be opened."""
+    """Return a path on disk or in an object store; UserError for a URL that cannot be opened."""
     if isinstance(where, RemotePath):
         return where
     if URL.fullmatch(str(where)):
@@ -42,9 +42,9 @@ def storage_path(where: Path | str | RemotePath) -> Place:
 
 
 def checkpoints_of(run: Place) -> Place:
-    """Return the folder of a run's checkpoints: in the store that its settings name, or on disk.
+    """Return the folder of a run's checkpoints: at the URL in its settings, or on disk.
 
-    A run that is given by its address in a store is that folder itself.
+    If the run itself is given as a path in a store, that is the folder.
     """
     if isinstance(run, RemotePath):
         return run
@@ -57,7 +57,7 @@ def checkpoints_of(run: Place) -> Place:
 
 
 def names_in(folder: Place) -> list[str]:
-    """Return the names in a folder, none if it does not exist."""
+    """Return the names in a folder; [] if it does not exist."""
     if isinstance(folder, RemotePath):
         return list(folder.sizes())
     return os.listdir(folder) if folder.is_dir() else []
@@ -71,12 +71,12 @@ def step_folders(directory: Place) -> list[Place]:
 
 
 def published(directory: Place) -> list[Place]:
-    """Return the published checkpoints, oldest first, good or not."""
+    """Return the published checkpoints, oldest first, including damaged ones."""
     folders = step_folders(directory)
     if not isinstance(directory, RemotePath):
-        # On disk a rename published it, so without a manifest it is damaged.
+        # On disk a rename publishes a checkpoint; one without a manifest is damaged.
         return folders
-    # In a store only the manifest publishes it.
+    # In a store the manifest publishes a checkpoint.
     return [folder for folder in folders if (folder / MANIFEST).exists()]
 
 
@@ -96,7 +96,7 @@ def open_regular(path: Place) -> io.BufferedIOBase:
     """Open an object or a regular file for reading; OSError for a link, a device or a pipe."""
     if isinstance(path, RemotePath):
         return io.BytesIO(path.read())
-    # Anything else must not even be opened: opening a pipe waits for a writer.
+    # Check before opening, since opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -106,10 +106,10 @@ def open_regular(path: Place) -> io.BufferedIOBase:
 def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
     """Return a folder on this machine with the files of a checkpoint.
 
-    On disk all ranks read the files where they are. From a store each machine downloads a copy into
-    TMPDIR, which its ranks share, and which takes up room until `release_copies`. With a `group`
-    this always downloads, and is collective: an error on any rank is raised on all of them. Without
-    one it returns the copy that this process has, and downloads only if there is none.
+    On disk all ranks read the files in place. From a store, each machine downloads a copy into
+    TMPDIR, which its ranks share, and which stays until `release_copies`. With a `group` this is
+    collective and always downloads; an error on any rank is raised on all of them. Without one, it
+    returns this process's copy, and downloads only if there is none.
     """
     ranks = group or Group()
     if not isinstance(path, RemotePath):
@@ -136,9 +136,9 @@ def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None
 def download(
     path: RemotePath, manifest: dict[str, Any], folder: Path, local_rank: int, local_ranks: int
 ) -> Path:
-    """Download a checkpoint, a folder or one object; return where it is in `folder`.
+    """Download a checkpoint, a folder or one object into `folder`; return its path there.
 
-    Every rank of a machine downloads some of the files of a checkpoint.
+    Every rank of a machine downloads some of the files.
     """
     if not manifest and path.is_file():
         download_file(path, folder / path.name)
@@ -151,7 +151,7 @@ def download(
     sources = [source / name for name in mine]
     targets = [folder / name for name in mine]
     with ThreadPoolExecutor(TRANSFERS) as pool:
-        # The list waits for all, and raises the first error.
+        # list() waits for all downloads, and raises the first error.
         list(pool.map(download_file, sources, targets))
     return folder
 
@@ -162,14 +162,14 @@ def download_file(source: RemotePath, target: Path) -> None:
         source.fetch(target)
     except OSError as error:
         target.unlink(missing_ok=True)
-        # Such damage is no error here: the check of the files then finds that one is missing.
+        # The verification that follows reports a missing file as damage.
         if error.errno not in (errno.ENOENT, errno.EBADMSG):
             raise
 
 
 @atexit.register
 def release_copies() -> None:
-    """Remove what was downloaded."""
+    """Remove downloaded copies."""
     copies.clear()
     for folder in list(temporary_folders):
         remove_temporary_folder(folder)
@@ -180,13 +180,13 @@ def make_temporary_folder() -> Path:
     for lock_file in Path(tempfile.gettempdir()).glob("checkpoint-*/.lock"):
         if lock_file.parent in temporary_folders:
             continue
-        # The lock of a process that lives cannot be taken (OSError).
+        # While its process is alive, locking raises an OSError.
         with contextlib.suppress(OSError), lock_file.open("r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_file.parent, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
     lock = (folder / ".lock").open("w")
-    # From here on `release_copies` removes it.
+    # Register it for `release_copies`.
     temporary_folders[folder] = lock
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX)

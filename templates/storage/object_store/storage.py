@@ -1,4 +1,4 @@
-"""Where checkpoints are: on disk, in an object store, or on disk and uploaded in the background."""
+"""Store checkpoints on disk, in an object store, or on disk with uploads in the background."""
 
 import dataclasses
 import logging
@@ -19,14 +19,14 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .store_publisher import StorePublisher, explaining
 
 log = logging.getLogger(__name__)
-# Who can write to a store could point these settings at other files, or at a server of their own,
-# so a run does not take them from there.
+# A run does not take these settings from a store: anyone who can write there could point them to
+# other files or servers.
 NOT_TAKEN = ("data.path", "tracker.")
 
 
 @dataclass(frozen=True)
 class StorageConfig(RetentionConfig):
-    """Checkpoints on disk or in a store."""
+    """Settings of checkpoints on disk or in an object store."""
 
     url: str | None = None
     """Address of this run's checkpoints in an object store, such as s3://bucket/run; if not given,
@@ -40,17 +40,19 @@ class StorageConfig(RetentionConfig):
         if self.url is not None:
             check_address(self.url)
         if self.local_first and not self.url:
-            raise UserError("--checkpoint.local-first uploads to a --checkpoint.url: give one")
+            raise UserError(
+                "--checkpoint.local-first needs --checkpoint.url, to upload to: give it"
+            )
 
     @property
     def far(self) -> bool:
-        """Whether the run directory has no checkpoints: the store alone has them."""
+        """Whether checkpoints are only in the object store, not in the run directory."""
         return self.url is not None and not self.local_first
 
     def saved_settings(self, name: str) -> dict[str, Any]:
         """Return the settings in the newest readable manifest of the store, by dotted names.
 
-        {} if there is none, or if it is of a run of another name.
+        Returns {} if there is none, or if it belongs to a run of another name.
         """
         directory = storage_path(str(self.url))
         with explaining(directory):
@@ -70,27 +72,27 @@ class StorageConfig(RetentionConfig):
 
 
 class UploadingPublisher(Publisher):
-    """The checkpoints of a run on disk, uploaded to a store in the background.
+    """Publishes checkpoints on disk, and uploads them to a store in the background.
 
-    Training waits for the disk alone. Rank 0 uploads, one checkpoint at a time. A checkpoint that
-    is published during an upload is skipped, unless it is still the newest when the run ends.
+    Training waits only for the disk. Rank 0 uploads one checkpoint at a time. A checkpoint that is
+    published during an upload is skipped, unless it is still the newest when the run ends.
     """
 
     def __init__(self, directory: Path, store: StorePublisher) -> None:
         super().__init__(directory, store.retention, store.group)
         self.store = store
         self.uploader = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        # The last upload, which may still be running, and the checkpoint that it uploads.
+        # The last upload, which may still be running, and its checkpoint.
         self.last_upload: Future[None] | None = None
         self.uploading: Path | None = None
-        # The newest checkpoint that was skipped, if nothing newer was uploaded.
+        # The newest skipped checkpoint, if no newer one was uploaded.
         self.skipped: Path | None = None
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Path:
-        """Save one checkpoint on disk, and begin to upload it.
+        """Save one checkpoint on disk, and start to upload it; collective.
 
-        An upload that fails later is a warning, and an error at `close`. UserError, on every rank,
-        if another run has taken over the store.
+        If the upload fails later, it logs a warning, and `close` raises. Raises UserError, on every
+        rank, if another run has taken over the store.
         """
         path = super().publish(step, write, facts)
         with self.group.together():
@@ -99,10 +101,10 @@ class UploadingPublisher(Publisher):
         return path
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """Return the newest good checkpoint, on disk or in the store.
+        """Return the newest good checkpoint, on disk or in the store; collective.
 
-        Collective. CheckpointError if there are only damaged ones; if only one of the two has none
-        that is good, that is a warning.
+        Raises CheckpointError if all are damaged in both; if all are damaged in only one of them,
+        it logs a warning.
         """
         on_disk: Found | None = None
         in_store: Found | None = None
@@ -123,8 +125,8 @@ class UploadingPublisher(Publisher):
         if in_store is not None:
             return in_store
         if on_disk is not None:
-            # The store has only older ones. `close` uploads this one, unless it is not the newest
-            # any more.
+            # The store has only older checkpoints. `close` uploads this one if it is still the
+            # newest.
             self.skipped, _ = on_disk
             return on_disk
         if problem is not None:
@@ -134,27 +136,29 @@ class UploadingPublisher(Publisher):
     def close(self) -> None:
         """Wait until the store has the newest checkpoint; collective.
 
-        RankError, on every rank, if it could not be uploaded; the disk has it all the same.
+        Raises RankError, on every rank, if it could not be uploaded; it is still on disk.
         """
         try:
             with self.group.together():
                 if self.group.is_first:
                     self._finish_uploads()
         except RankError as error:
-            where = f"the newest checkpoint is good, but {self.store.directory} does not have it"
-            raise CheckpointError(f"{where}: {error}. The same command tries again") from error
+            problem = f"the newest checkpoint is on disk, but not in {self.store.directory}"
+            raise CheckpointError(
+                f"{problem}: {error}. Run the same command again to upload it"
+            ) from error
         finally:
             self.uploader.shutdown()
 
     def discard(self, path: Path) -> None:
-        """Begin to remove a checkpoint, unless it is the one that is uploaded."""
+        """Begin to remove a checkpoint, unless it is being uploaded."""
         if path != self.uploading:
             super().discard(path)
 
     def submit(self, path: Path) -> None:
-        """Begin to upload a published checkpoint; skip it while another one is being uploaded.
+        """Start to upload a published checkpoint; skip it during another upload.
 
-        UserError if the last upload found that another run has taken over the store.
+        Raises UserError if the last upload found that another run has taken over the store.
         """
         if self.last_upload is None:
             self._begin_upload(path)
@@ -165,14 +169,14 @@ class UploadingPublisher(Publisher):
             self._begin_upload(path)
         else:
             if self.skipped is None:
-                text = "%s is still being uploaded: %s is left out, unless it stays the newest"
+                text = "%s is still being uploaded: %s is skipped, unless it stays the newest"
                 log.warning(text, self.uploading, path.name)
             self.skipped = path
 
     def _finish_uploads(self) -> None:
         """Upload the newest checkpoint if it was skipped; raise the error of the last upload."""
         if self.skipped is not None:
-            # The thread first ends the upload before it, whose error was logged.
+            # The thread first finishes the previous upload, whose error was logged.
             self._begin_upload(self.skipped)
         if self.last_upload is not None:
             self.last_upload.result()
@@ -183,7 +187,7 @@ class UploadingPublisher(Publisher):
         self.last_upload = self.uploader.submit(self._upload, path)
 
     def _upload(self, path: Path) -> None:
-        """Upload a checkpoint and publish it in the store; on the thread."""
+        """Upload a checkpoint and publish it in the store; runs in the thread."""
         store = self.store
         reserved = ""
         try:
@@ -193,14 +197,14 @@ class UploadingPublisher(Publisher):
                 return
             folder = path / manifest.get("folder", "")
             reserved = store.reserve(manifest["step"])
-            # A file that was damaged on disk since must not be published as a good one.
+            # A file that was damaged on disk meanwhile must not be published as good.
             for name, entry in manifest["files"].items():
                 problem = check_file(folder / name, entry)
                 if problem is not None:
                     raise CheckpointError(problem)
             store.upload(folder, manifest["files"], reserved)
             facts = dict(manifest)
-            # The store's manifest gets its own.
+            # The store's manifest gets its own digest and folder.
             del facts["digest"]
             facts.pop("folder", None)
             store.commit(reserved, facts)
@@ -214,9 +218,10 @@ class UploadingPublisher(Publisher):
 
 
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
-    """Return what publishes and finds a run's checkpoints.
+    """Return the publisher of a run's checkpoints; collective.
 
-    Collective; UserError, on every rank, if the run has them elsewhere than its settings say.
+    Raises UserError, on every rank, if the run has checkpoints elsewhere, but none where its
+    settings point to.
     """
     on_this_disk = run_dir / "checkpoints"
     newest: Place = on_this_disk
@@ -234,7 +239,7 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
 
 
 def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> None:
-    """UserError if the run has checkpoints, but none in `newest`, where it would look for them."""
+    """Raise UserError if the run has checkpoints, but none in `newest`, where it would look."""
     on_this_disk = run_dir / "checkpoints"
     before = checkpoints_of(run_dir)
     read_too = {newest}
@@ -242,14 +247,16 @@ def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> Non
         read_too.add(on_this_disk)
     for elsewhere in {before, on_this_disk} - read_too:
         if published(elsewhere) and not published(newest):
-            text = f"this run has its checkpoints in {elsewhere}, and none are in {newest}: stay"
-            raise UserError(f"{text} there (--checkpoint.url), copy them, or type a new --name")
+            raise UserError(
+                f"this run has its checkpoints in {elsewhere}, not in {newest}: keep using the "
+                "former (--checkpoint.url), copy them, or give a new --name"
+            )
     if isinstance(before, RemotePath) and not config.url:
-        text = "this run was uploaded to %s, and is no more: type --checkpoint.url for that"
+        text = "this run is no longer uploaded to %s: give --checkpoint.url to continue uploading"
         log.warning(text, before)
 
 
 def on_disk(config: Any) -> Any:
-    """Return the settings without a store, for what measures this machine or is another run."""
+    """Return the settings without a store, for measurements on this machine and for other runs."""
     checkpoint = dataclasses.replace(config.checkpoint, url=None, local_first=False)
     return dataclasses.replace(config, checkpoint=checkpoint)

@@ -1,14 +1,14 @@
-"""Checkpoints in an object store: publish, find, set aside and prune them.
+"""Publish, find, set aside and prune checkpoints in an object store.
 
-A store renames by copying, so what publishes a checkpoint there is its manifest, written last:
+A store cannot rename atomically, so a checkpoint is published by its manifest, written last:
 
-    URL/owner.json                        the process that writes here: the one that started last
-    URL/step_00000120/manifest.json       published: without it this is no checkpoint
+    URL/owner.json                        the process that may write here: the last one to start
+    URL/step_00000120/manifest.json       publishes the checkpoint
     URL/step_00000120/1f3a9c2e/…          the files of one attempt to save it
 
-Each attempt has a folder of its own, which the manifest names, and no object is written twice. So a
-process that was taken for dead and still uploads can harm no checkpoint. Nor can it publish one:
-before it writes a manifest, a process reads in `owner.json` that no other has started since.
+Each attempt has its own folder, which the manifest names, and no object is written twice. So a
+process that seemed dead and is still uploading cannot damage a checkpoint. Nor can it publish one:
+before a process writes a manifest, it checks in `owner.json` that no other has started since.
 """
 
 import contextlib
@@ -34,22 +34,22 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
 
 log = logging.getLogger(__name__)
-# The object that names the one process which may publish and remove.
+# The object that names the only process that may publish and remove.
 OWNER = "owner.json"
-# The name of an attempt's folder.
+# The pattern of an attempt's folder name.
 ATTEMPT = re.compile(r"[0-9a-f]{8}")
 
 
 @contextlib.contextmanager
 def explaining(directory: Place) -> Iterator[None]:
-    """Turn an OSError of a store into a UserError that says what to look at."""
+    """Convert an OSError of a store to a UserError that says what to check."""
     try:
         yield
     except OSError as error:
         raise UserError(
-            f"{directory} cannot be used: {error}. Is the address right, does the bucket "
-            "exist, and does the environment say who you are (as AWS_PROFILE) and where the "
-            "store is (AWS_ENDPOINT_URL, if it is not Amazon's)?"
+            f"{directory} cannot be used: {error}. Check the URL, that the bucket exists, and "
+            "that the environment has your credentials (such as AWS_PROFILE) and the endpoint "
+            "(AWS_ENDPOINT_URL, if it is not Amazon's)"
         ) from error
 
 
@@ -62,19 +62,19 @@ class StorePublisher(Publisher):
     def __init__(
         self, directory: RemotePath, retention: RetentionConfig, group: Group, identity: Any = None
     ) -> None:
-        """`identity`: the run's, if a store with another run's is to be refused."""
+        """Use a store; with an `identity`, refuse a store with another run's checkpoints."""
         super().__init__(directory, retention, group)
         self.identity = identity
-        # What this process writes to owner.json.
+        # Identifies this process in owner.json.
         self.token = uuid.uuid4().hex
-        # Where this rank writes its files before they are uploaded; there during a save only.
+        # During a save, the folder where this rank writes its files before they are uploaded.
         self.temporary_folder: Path | None = None
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """Take over the store, then find the newest good checkpoint.
+        """Take over the store, then find the newest good checkpoint; collective.
 
-        Collective; an error on any rank is raised on all. Another run that is still active there
-        stops at its next save. UserError if a rank does not see what rank 0 wrote.
+        An error on any rank is raised on all of them. Another run that is still active in the store
+        stops at its next save. Raises UserError if a rank does not see rank 0's objects.
         """
         group = self.group
         with group.together():
@@ -84,17 +84,17 @@ class StorePublisher(Publisher):
         with group.together():
             if self._owner() != token_of_first:
                 raise UserError(
-                    f"{socket.gethostname()} does not see what rank 0 writes to {self.directory}: "
-                    "give all machines the same endpoint and the same rights"
+                    f"{socket.gethostname()} does not see the objects of rank 0 in "
+                    f"{self.directory}: give all machines the same endpoint and permissions"
                 )
         return super().newest_good(after)
 
     def reserve(self, step: int) -> str:
-        """Return the name of a folder that nobody has written to."""
+        """Return the name of a new folder."""
         return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
-        """Save one checkpoint; each rank writes its files on its own disk, then uploads them."""
+        """Save one checkpoint; each rank writes its files to its own disk, then uploads them."""
         try:
             with self.group.together():
                 self.temporary_folder = paths.make_temporary_folder()
@@ -105,7 +105,7 @@ class StorePublisher(Publisher):
             self.temporary_folder = None
 
     def folder_of(self, reserved: str) -> Path:
-        """Return where this rank writes its files: on its own disk."""
+        """Return the folder on this machine's disk where this rank writes its files."""
         assert self.temporary_folder, "`publish` has made it"
         return self.temporary_folder
 
@@ -116,26 +116,26 @@ class StorePublisher(Publisher):
         return entries
 
     def upload(self, folder: Path, names: Iterable[str], reserved: str) -> None:
-        """Upload files of a folder to the reserved one, several at a time."""
+        """Upload files of a folder to the reserved folder, several at a time."""
         sources = [folder / name for name in names]
         targets = [self.directory / reserved / source.name for source in sources]
         with ThreadPoolExecutor(TRANSFERS) as pool:
-            # The list waits for all, and raises the first error.
+            # list() waits for all uploads, and raises the first error.
             list(pool.map(RemotePath.send, targets, sources))
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
         """Write the manifest, which publishes the checkpoint; UserError if another run took over.
 
-        CheckpointError if the store does not have the files as they were sent.
+        Raises CheckpointError if a file is missing in the store, or has another size.
         """
         name, attempt = reserved.split("/")
         path = self.directory / name
         sizes = (path / attempt).sizes()
         for file, entry in manifest["files"].items():
             if sizes.get(file) != entry["size"]:
-                # A run that has taken over removes unpublished files. That is the error then.
+                # A run that has taken over removes unpublished files; then report that instead.
                 self.check_owner()
-                raise CheckpointError(f"{path / attempt} does not hold what was sent to it")
+                raise CheckpointError(f"{path / attempt / file} does not have the uploaded size")
         content = sealed({**manifest, "folder": attempt})
         try:
             (path / MANIFEST).write_new(content, self.check_owner)
@@ -144,24 +144,24 @@ class StorePublisher(Publisher):
             (path / MANIFEST).write_new(content, self.check_owner)
 
     def abandon(self, reserved: str) -> None:
-        """Remove what a failed save has uploaded; the next start removes what this leaves."""
+        """Remove the files of a failed save; the next start removes those that are left."""
         name, attempt = reserved.split("/")
         path = self.directory / name
         with contextlib.suppress(OSError, RankError):
-            # The manifest may have been written, and the answer to that lost.
+            # The manifest may have been written, although the answer was lost.
             if (path / MANIFEST).exists() and read_manifest(path).get("folder") == attempt:
                 (path / MANIFEST).unlink()
             (path / attempt).remove_tree()
 
     def set_aside(self, path: RemotePath) -> RemotePath:
-        """Rename the manifest of a damaged checkpoint, which then counts no more, and keep it."""
+        """Rename the manifest of a damaged checkpoint, so that it is never counted again."""
         names = path.sizes()
         number = 1
         while f"{MANIFEST}.damaged-{number}" in names:
             number += 1
         manifest = path / MANIFEST
         aside = path / f"{MANIFEST}.damaged-{number}"
-        # The store copies it, since a manifest that fails the store's checksum cannot be read.
+        # Let the store copy it, since a manifest that fails the store's checksum cannot be read.
         manifest.request("cp_file", manifest.path, aside.path)
         manifest.unlink()
         return aside
@@ -172,7 +172,7 @@ class StorePublisher(Publisher):
         (path / MANIFEST).unlink()
 
     def remove_leftovers(self) -> None:
-        """Remove the attempts that no manifest names; a failure is a warning.
+        """Remove attempts that no manifest names; a failure only logs a warning.
 
         A step with a damaged manifest, set aside or not, keeps all its attempts.
         """
@@ -193,22 +193,22 @@ class StorePublisher(Publisher):
             try:
                 published_attempt = read_manifest(path).get("folder")
             except RankError:
-                # It is damaged, and `newest_good` reports it, or it cannot be read just now.
+                # It is damaged, which `newest_good` reports, or cannot be read just now.
                 return
         for name in names:
             if ATTEMPT.fullmatch(name) and name != published_attempt:
                 (path / name).remove_tree()
 
     def check_owner(self) -> None:
-        """UserError when another run has taken over since."""
+        """Raise UserError when another run has taken over the store."""
         if self._owner() != self.token:
             raise UserError(
-                f"another run has taken over {self.directory} ({OWNER} there names it): this one "
-                "stops, and has not touched its checkpoints"
+                f"another run has taken over {self.directory}, so this one stops: see {OWNER} "
+                "there for its process"
             )
 
     def _take_over(self) -> None:
-        """Become the owner; UserError if the newest readable checkpoint is of another run."""
+        """Become the owner; UserError if the newest readable checkpoint is another run's."""
         with explaining(self.directory):
             if self.identity:
                 self._refuse_another_run()
@@ -218,23 +218,23 @@ class StorePublisher(Publisher):
             self.directory.abort_multipart_uploads()
 
     def _refuse_another_run(self) -> None:
-        """UserError if the newest readable checkpoint is of another run."""
+        """Raise UserError if the newest readable checkpoint is another run's."""
         for path in reversed(published(self.directory)):
             try:
                 identity = read_manifest(path).get("identity")
             except CheckpointError:
-                # It is damaged: the one before it decides.
+                # It is damaged, so check the previous one.
                 continue
             problems = identity_differences(identity, self.identity)
             if problems:
-                lines = "\n  ".join([f"{path} is of another run:", *problems])
-                way = "Another run needs another --checkpoint.url and --name (or --run-dir)"
+                lines = "\n  ".join([f"{path} belongs to another run:", *problems])
+                way = "Give this run another --checkpoint.url and --name (or --run-dir)"
                 raise UserError(f"{lines}\n{way}{offer_weights(path, problems)}")
             return
 
     def _owner(self) -> str | None:
-        """Return the token in owner.json, None if there is none."""
-        # A store, or a proxy before it, may once deny that the object exists, or cut it short.
+        """Return the token in owner.json; None if there is none."""
+        # A store or a proxy may once fail to find the object, or truncate it, so try again.
         for delay in (0.0, *object_store.RETRY_DELAYS):
             time.sleep(delay)
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):

@@ -2,19 +2,23 @@
 
 A callback has any of these methods (train.py calls them):
 
-    before_step(state)                  the batch of the next step has been loaded
-    after_step(state, record)           a step is done; `record` is its line of metrics.jsonl,
-                                        None at steps without one
-    after_validation(state, figures)    e.g. {"validation_loss": 1.2}
+    before_step(state)                  the next batch is loaded, the step has not begun
+    after_step(state, record)           the step is done; `record` is its line of metrics.jsonl, or
+                                        None if it has no line
+    after_validation(state, figures)    `figures` are the metrics, e.g. {"validation_loss": 1.2}
 
-`state` is train.State: `state.model` is your model, unwrapped; there are also optimizer, step and
-config. `state.finish("why")` ends the run. A
-callback may be a context manager, entered before the first step and left after the last one. If it
-has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
-in a callback ends the run, unless its class sets `harmless = True`: then the first exception is a
-warning and disables the callback. Numbers that it adds to `record` or `figures` on rank 0 go to
-metrics.jsonl and to the tracker, those of `figures` as `validation_<name>`. A callback may draw
-random numbers: those of the steps do not change.
+`state` is train.State, with `state.model` (your model, unwrapped), `state.optimizer`, `state.step`
+and `state.config`. `state.finish("why")` ends the run.
+
+A callback may be a context manager, entered before the first step and exited after the last one. If
+it has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON.
+
+An exception in a callback ends the run. If its class sets `harmless = True`, the first exception
+logs a warning and disables the callback instead.
+
+Numbers that a callback adds on rank 0 to `record`, or to `figures` (as `validation_<name>`), go to
+metrics.jsonl and to the tracker. A callback may use random numbers; those of training stay the
+same.
 """
 
 import io
@@ -46,27 +50,27 @@ def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
 
 
 class WorstMistakes:
-    """After each validation, a picture of the images on which the model is most wrong.
+    """Saves, after each validation, a picture of the images that the model classifies worst.
 
-    It looks at as many images as a micro-batch has.
+    It uses a fixed set of validation images, as many as a micro-batch has.
     """
 
     harmless = True
-    # The most images in a row, and rows in the picture.
+    # The maximum number of images in a row, and of rows in the picture.
     columns = 6
     rows = 3
-    # Pixels of an image with its margin, and of the text below it.
+    # The height in pixels of an image with its margin, and of the text below it.
     side = 112
     text_height = 16
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
-    # Compiled, the model would be compiled again for this batch size.
+    # Runs eagerly: a compiled model would be compiled again for this batch size.
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Paint the images, each with its class and the model's, for the tracker and the report."""
+        """Draw the images with their true and predicted classes, for the tracker and the report."""
         chosen = fixed_subset(len(state.validation), state.config.train.micro_batch_size)
         batch = move(fetch(state.validation, chosen), state.world.device)
         # All ranks run the model, since it may be sharded.
@@ -75,19 +79,19 @@ class WorstMistakes:
         if state.world.rank == 0:
             labels = batch["labels"]
             guesses = logits.argmax(dim=1)
-            # Images that are classified correctly get a loss of zero: they come last.
+            # Correctly classified images get a loss of zero, so that they come last.
             losses = F.cross_entropy(logits, labels, reduction="none") * (guesses != labels)
             worst = losses.argsort(descending=True)[: self.columns * self.rows].tolist()
             mistakes = [index for index in worst if losses[index] > 0]
             self.paint(state, batch, guesses, mistakes)
 
     def paint(self, state: "State", batch: Any, guesses: Tensor, mistakes: list[int]) -> None:
-        """Save the picture, unless there is no mistake."""
+        """Save the picture, unless there are no mistakes."""
         log.info("mistakes shown at step %d: %d", state.step, len(mistakes))
         if not mistakes:
             return
         names = state.spec.classes
-        # Rounded up.
+        # Round up.
         rows = -(-len(mistakes) // self.columns)
         cell_height = self.side + self.text_height
         picture = Image.new("RGB", (self.columns * self.side, rows * cell_height), "white")
@@ -108,7 +112,7 @@ class WorstMistakes:
 
 
 def to_image(pixels: Tensor) -> Image.Image:
-    """Convert a tensor [channels, height, width] in 0 ... 1, grey or in colour, to an RGB image."""
+    """Convert a grey or colour tensor [channels, height, width] in 0 ... 1 to an RGB image."""
     array = pixels.mul(255).byte().permute(1, 2, 0).cpu().numpy()
     if array.shape[2] == 1:
         array = array.squeeze(2)

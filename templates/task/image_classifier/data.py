@@ -1,8 +1,9 @@
-"""The data: yours to replace. Images with a class each, by default scikit-learn's small digits.
+"""Build the data: labelled images, by default scikit-learn's small digits. Replace it by yours.
 
-What the rest relies on: `DataConfig`, and `build_datasets`, which gives two datasets with `__len__`
-and `__getitems__` and a spec with a fingerprint. The spec is a dataclass of plain values, as a run
-saves it in spec.json, for `infer` without data. An `augment` is optional.
+Other modules rely on `DataConfig`, and on `build_datasets`, which returns two datasets with
+`__len__` and `__getitems__`, and a spec with a fingerprint. The spec is a dataclass of plain
+values, since a run saves it as spec.json, from which `infer` reads it without the data. `augment`
+is optional.
 """
 
 import zlib
@@ -23,12 +24,13 @@ if TYPE_CHECKING:
     from .config import Config
 
 GREY, COLOUR = ("1", "L", "LA"), ("P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")
-VALIDATION_SHARE = 5  # one image in so many
+# One image in this many is for validation.
+VALIDATION_SHARE = 5
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Images with a class each."""
+    """Settings of the data."""
 
     path: Path | None = None
     """An .npz file with `images` and `labels`, or a folder per class; if not given, digits."""
@@ -47,30 +49,31 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class Spec:
-    """What the model has to know of the data, and what identifies it."""
+    """Facts about the data that the model needs, and a fingerprint that identifies the data."""
 
     channels: int
     classes: tuple[str, ...]
-    """Their names."""
+    """Names of the classes."""
     fingerprint: str
 
 
 def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
-    """Training and validation images and their spec; UserError for unusable data.
+    """Return training and validation images and their spec; UserError for unusable data.
 
-    One image in five is for validation: by its place in an .npz, by a hash of its name in a folder,
-    unless that has folders of its own, `train` and `val`, `valid` or `validation`.
+    One image in five is for validation, chosen by its index in an .npz, or by a hash of its name in
+    a folder. A folder may also have subfolders `train` and `val` (or `valid` or `validation`).
     """
     data, path = config.data, config.data.path
     if path and not path.exists():
-        raise UserError(f"--data.path: there is nothing at {path.absolute()}")
+        raise UserError(f"--data.path: {path.absolute()} does not exist")
     if path and path.is_dir():
         return read_folder(path, data)
     images, labels = read_images(path)
     held_out = np.arange(len(labels)) % VALIDATION_SHARE == 0
     if held_out.all():
-        raise UserError(f"{len(labels)} images are too few: there must be at least two")
-    training, validation = (Images(images[part], labels[part]) for part in (~held_out, held_out))
+        raise UserError(f"--data.path has only {len(labels)} images: at least two are needed")
+    training = Images(images[~held_out], labels[~held_out])
+    validation = Images(images[held_out], labels[held_out])
     validation.brightest = training.brightest
     training.max_shift = data.max_shift
     names = tuple(map(str, range(int(labels.max()) + 1)))
@@ -78,18 +81,22 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
 
 
 def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spec]:
-    """Images in a folder per class, divided as `build_datasets` says; their spec."""
+    """Return the images in a folder per class, split as in `build_datasets`, and their spec."""
     divided = (path / "train").is_dir() and any((path / name).is_dir() for name in FOR_VALIDATION)
     files: list[Path] = []
     left_out: list[Path] = []
     for file in sorted(path.glob("*/*/*" if divided else "*/*")):
         folder, *names = file.relative_to(path).parts
+        # Skip files of macOS, notebooks and version control.
         if any(name[0] == "." or name == "__MACOSX" for name in (folder, *names)):
-            continue  # of a Mac, a notebook or a version control
+            continue
         used = file.suffix.lower() in ENDINGS
         used = used and (not divided or folder in ("train", *FOR_VALIDATION))
-        (files if used else left_out).append(file)
-    warn_left_out(left_out, "no images in a folder of their class")
+        if used:
+            files.append(file)
+        else:
+            left_out.append(file)
+    warn_left_out(left_out, "not images in a folder of their class")
     check_regular(files)
     classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
     parts: tuple[list[Path], list[Path]] = ([], [])
@@ -99,8 +106,8 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
         parts[file.parts[-3] in FOR_VALIDATION if divided else chosen].append(file)
     if not parts[0] or not parts[1]:
         raise UserError(
-            f"--data.path {path}: {len(files)} images in folders named by their class are too few "
-            f"to train on and to validate with (read are {', '.join(ENDINGS)})"
+            f"--data.path {path}: found {len(files)} images in folders named after their class, "
+            f"too few for training and validation (supported: {', '.join(ENDINGS)})"
         )
     channels = config.channels or (1 if read_image(files[0]).mode in GREY else 3)
     training, validation = (
@@ -126,11 +133,11 @@ class Images:
         self.max_shift = 0
 
     def __len__(self) -> int:
-        """Number of images."""
+        """Return the number of images."""
         return len(self.labels)
 
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
-        """A batch: {"images": float32 [n, channels, height, width], "labels": int64 [n]}.
+        """Read a batch: {"images": float32 [n, channels, height, width], "labels": int64 [n]}.
 
         The images are in 0 ... 1.
         """
@@ -138,11 +145,11 @@ class Images:
         return {"images": images.div_(self.brightest), "labels": self.labels[ids]}
 
     def read(self, ids: list[int]) -> np.ndarray:
-        """Pixels uint8 [n, height, width, channels] of some images."""
+        """Return the pixels of some images, uint8 [n, height, width, channels]."""
         return self.pixels[ids]
 
     def augment(self, batch: dict[str, Tensor], keys: np.ndarray) -> dict[str, Tensor]:
-        """Shift each image by what its random key says; the same whenever the run gets there."""
+        """Shift each image at random, as a function of its key, so that a resume repeats it."""
         if not self.max_shift:
             return batch
         images, span = batch["images"], 2 * self.max_shift + 1
@@ -157,7 +164,7 @@ class Images:
 
 
 class ImageFiles(Images):
-    """Images in files, decoded where they are asked for; give them --train.loader-workers."""
+    """Images in files, decoded when they are read; use --train.loader-workers."""
 
     def __init__(self, files: list[Path], labels: np.ndarray, channels: int, size: int) -> None:
         self.files, self.labels, self.size = files, torch.from_numpy(labels), size
@@ -165,43 +172,49 @@ class ImageFiles(Images):
         self.brightest, self.max_shift = 255.0, 0
 
     def read(self, ids: list[int]) -> np.ndarray:
-        """Decode, scale and crop; UserError for what is no image, or has another size."""
+        """Decode, scale and crop images; UserError if one is not an image, or sizes differ."""
         decoded = [np.array(self.decode(self.files[i])) for i in ids]
         if len({image.shape for image in decoded}) > 1:
             raise UserError(
-                f"{self.files[ids[0]]} and others of its batch are not of one size: scale them "
-                "with --data.size PIXELS"
+                f"{self.files[ids[0]]} and other images in its batch have different sizes: scale "
+                "them with --data.size PIXELS"
             )
         return np.stack(decoded).reshape(len(ids), *decoded[0].shape[:2], -1)
 
     def decode(self, file: Path) -> Image.Image:
-        """One image as it goes into a batch."""
+        """Return one image with the channels and the size that a batch needs."""
         image = read_image(file)
         if self.channels == 1 and image.mode not in GREY and not self.asked_for:
-            raise UserError(f"{file} is in colour, the first image is not: say --data.channels 3")
+            raise UserError(
+                f"{file} is in colour, but the first image is grey: choose --data.channels 3 or 1"
+            )
         image = image.convert("L" if self.channels == 1 else "RGB")
         return ImageOps.fit(image, (self.size, self.size)) if self.size else image
 
 
 def read_image(file: Path) -> Image.Image:
-    """An image as it is in its file; UserError for what is none."""
+    """Read an image, unconverted; UserError if the file is not an image with 8-bit channels."""
     try:
         with Image.open(file) as image:
             image.load()
-            ImageOps.exif_transpose(image, in_place=True)  # upright, as viewers show it
-    except Exception as error:  # Pillow has a dozen kinds
+            # Turn it upright, as viewers do.
+            ImageOps.exif_transpose(image, in_place=True)
+    # Pillow raises a dozen types.
+    except Exception as error:
         raise UserError(f"{file} cannot be read as an image: {error}") from None
-    if image.mode not in (*GREY, *COLOUR):  # 16 bits, say: a conversion would cut them off
-        raise UserError(f"{file} has pixels of kind {image.mode}: save it with 8 bits a channel")
+    # A conversion would clip 16-bit channels, for example.
+    if image.mode not in (*GREY, *COLOUR):
+        raise UserError(f"{file} has pixels of mode {image.mode}: save it with 8 bits per channel")
     return image
 
 
 def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
-    """Images (uint8 [n, height, width, channels]) and labels (int64 [n]), from .npz or digits."""
+    """Read images (uint8 [n, height, width, channels]) and labels (int64 [n]); default: digits."""
     if path is None:
         from sklearn.datasets import load_digits
 
-        digits: Any = load_digits()  # scikit-learn declares no attributes
+        # Any, since scikit-learn does not declare the attributes.
+        digits: Any = load_digits()
         return digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)
     check_regular([path])
     try:
@@ -212,16 +225,18 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     fit = images.dtype == np.uint8 and images.ndim in (3, 4) and labels.dtype.kind in "iu"
     if not fit or labels.shape != images.shape[:1]:
         raise UserError(
-            f"--data.path {path}: wanted images uint8 [n, height, width] or [n, height, width, "
-            f"channels] and labels int [n], found {images.dtype} {list(images.shape)} and "
+            f"--data.path {path}: expected `images` uint8 [n, height, width] or [n, height, width, "
+            f"channels] and `labels` int [n], found {images.dtype} {list(images.shape)} and "
             f"{labels.dtype} {list(labels.shape)}"
         )
     if len(labels) == 0 or labels.min() < 0:
-        raise UserError(f"--data.path {path}: no images, or a negative label")
+        raise UserError(
+            f"--data.path {path} has no images, or a negative label: labels count from 0"
+        )
     images = images if images.ndim == 4 else images[..., None]
     if images.shape[3] > 4:
         raise UserError(
-            f"--data.path {path}: images of {images.shape[3]} channels. If these come first, save "
-            "images.transpose(0, 2, 3, 1)"
+            f"--data.path {path}: the images have {images.shape[3]} channels. If channels are the "
+            "second axis, save images.transpose(0, 2, 3, 1)"
         )
     return np.ascontiguousarray(images), labels.astype(np.int64)

@@ -1,4 +1,4 @@
-"""Predict classes with a trained model, in one plain process."""
+"""Predict classes of validation images with a trained model, in one process."""
 
 from dataclasses import dataclass
 
@@ -11,13 +11,13 @@ from .data import Spec, build_datasets
 from .device import move
 from .sampling import fetch
 
-# The most pixels in a line of text, which has two characters for each; larger images shrink.
+# Larger images are scaled down to this many pixels, each of which is two characters wide.
 WIDEST = 32
 
 
 @dataclass(frozen=True)
 class InferConfig:
-    """Which images to look at."""
+    """Settings of `infer`."""
 
     samples: int = 6
     """Number of validation images to show with predictions."""
@@ -47,7 +47,7 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
 
 
 def draw(image: Tensor) -> str:
-    """Draw a picture [channels, height, width] in 0 ... 1 as text."""
+    """Draw an image [channels, height, width] in 0 ... 1 as text."""
     shades = " .:-=+*#%@"
     height = min(image.shape[1], WIDEST)
     width = min(image.shape[2], WIDEST)
@@ -55,6 +55,6 @@ def draw(image: Tensor) -> str:
     levels = (grey * (len(shades) - 1)).round().int().tolist()
     lines: list[str] = []
     for row in levels:
-        # Two characters, since they are about half as wide as they are high.
+        # Two characters per pixel, since a character is about half as wide as it is high.
         lines.append("".join(shades[level] * 2 for level in row))
     return "\n".join(lines)

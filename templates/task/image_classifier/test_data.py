@@ -1,5 +1,5 @@
 def all_of(dataset: Any) -> tuple[torch.Tensor, list[int]]:
-    """All images, and their labels; skips the test for another kind of data."""
+    """Return all images and their labels; skip the test if the data is not images."""
     batch = read(dataset, list(range(len(dataset))))
     if not isinstance(batch, dict) or not {"images", "labels"} <= batch.keys():
         pytest.skip("not applicable: other data")
@@ -7,7 +7,7 @@ def all_of(dataset: Any) -> tuple[torch.Tensor, list[int]]:
 
 
 def test_images_of_a_file_have_their_labels(tmp_path: Path) -> None:
-    """Each is for training or for validation, in one scale from 0 to 1."""
+    """Each image is used for training or validation, scaled to 0 ... 1."""
     numbers = np.arange(1, 41)
     images = np.zeros((40, 4, 5, 3), np.uint8) + numbers[:, None, None, None].astype(np.uint8)
     images[:, 0, 0, 0] = 0
@@ -29,7 +29,7 @@ def test_images_of_a_file_have_their_labels(tmp_path: Path) -> None:
 
 
 def test_images_of_folders_have_their_labels(tmp_path: Path) -> None:
-    """By their place below train and val, or by a hash of their names."""
+    """Folders train and val split them, or else a hash of their names."""
     from PIL import Image
 
     shades = {"cat": 50, "dog": 200}
@@ -58,7 +58,7 @@ def test_images_of_folders_have_their_labels(tmp_path: Path) -> None:
 
 
 def test_training_images_are_shifted_and_no_others(state: State) -> None:
-    """By no more than --data.max-shift, each by its own key; what is moved in is 0."""
+    """Each is shifted by at most --data.max-shift, as its key says, and padded with 0."""
     training, validation, _ = own_data(max_shift=2)
     images = torch.rand(300, 1, 4, 5)
     batch = {"images": images, "labels": torch.zeros(len(images))}

@@ -1,6 +1,6 @@
 @pytest.fixture(scope="module")
 def batch(state: State) -> dict[str, torch.Tensor]:
-    """A micro-batch of images and labels; skips the test for another kind of data."""
+    """Return a micro-batch of images and labels; skip the test if the data is not images."""
     if not has_first_batches(state):
         pytest.skip("not applicable: a batch is not {'images': ..., 'labels': ...}")
     return state.loader.of(0, state.plan)[0]
@@ -8,7 +8,7 @@ def batch(state: State) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def logits_of(state: State, images: torch.Tensor) -> torch.Tensor:
-    """Logits in evaluation; skips the test if the model returns none."""
+    """Return logits in evaluation mode; skip the test if the model does not return logits."""
     state.model.eval()
     logits = state.model(images)
     state.model.train()
@@ -18,13 +18,13 @@ def logits_of(state: State, images: torch.Tensor) -> torch.Tensor:
 
 
 def classes_of(state: State) -> int:
-    """How many classes there are."""
+    """Return the number of classes."""
     classes = getattr(state.spec, "classes", 0)
     return classes if isinstance(classes, int) else len(classes)
 
 
 def first_model() -> torch.nn.Module:
-    """The model that the project began with; skips the test if it is another one."""
+    """Return the template's own model; skip the test if the model was replaced."""
     model = setup(tiny(Path("unused"))).model.eval()
     block = next(iter(blocks(model)), None)
     if not all(hasattr(block, name) for name in ("norm1", "conv1", "norm2", "conv2")):
@@ -45,7 +45,8 @@ def test_a_batch_is_of_images_and_the_numbers_of_their_classes(
 @torch.no_grad()
 def test_the_loss_is_that_of_the_labels(state: State, batch: dict[str, torch.Tensor]) -> None:
     logits, labels = logits_of(state, batch["images"]), batch["labels"]
-    state.model.eval()  # dropout draws other numbers each time
+    # Without dropout, so that both compute the same.
+    state.model.eval()
     loss = compute_loss(state.model, batch)
     state.model.train()
     expected = F.cross_entropy(logits, labels, reduction="sum")
@@ -86,7 +87,8 @@ def test_the_first_loss_is_the_logarithm_of_the_number_of_classes(
     loss = compute_loss(state.model, batch)
     ratio = loss.total.item() / float(loss.count) / math.log(classes_of(state))
     if not 0.9 < ratio < 1.1:
-        first_model()  # skips: another initialization may have larger logits
+        # Skips the test if the model was replaced: its initial logits may be larger.
+        first_model()
     assert 0.9 < ratio < 1.1
 
 
@@ -100,7 +102,7 @@ def test_each_parameter_has_a_gradient(state: State, batch: dict[str, torch.Tens
 
 @torch.no_grad()
 def test_a_block_adds_to_what_it_is_given() -> None:
-    """Convolutions of a normalised copy, whose size does not matter; and all blocks take part."""
+    """Blocks add convolutions of the normalized input, whose scale does not matter."""
     model = first_model()
     for block in model.blocks:
         x = torch.randn(2, block.conv1.weight.shape[1], 8, 8)

@@ -1,2 +1,2 @@
-# What a batch has in the data that this project began with.
+# The keys of a batch in the template's own data.
 FIRST_BATCH = {"images", "labels"}

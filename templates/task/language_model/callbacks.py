@@ -2,19 +2,23 @@
 
 A callback has any of these methods (train.py calls them):
 
-    before_step(state)                  the batch of the next step has been loaded
-    after_step(state, record)           a step is done; `record` is its line of metrics.jsonl,
-                                        None at steps without one
-    after_validation(state, figures)    e.g. {"validation_loss": 1.2}
+    before_step(state)                  the next batch is loaded, the step has not begun
+    after_step(state, record)           the step is done; `record` is its line of metrics.jsonl, or
+                                        None if it has no line
+    after_validation(state, figures)    `figures` are the metrics, e.g. {"validation_loss": 1.2}
 
-`state` is train.State: `state.model` is your model, unwrapped; there are also optimizer, step and
-config. `state.finish("why")` ends the run. A
-callback may be a context manager, entered before the first step and left after the last one. If it
-has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON. An exception
-in a callback ends the run, unless its class sets `harmless = True`: then the first exception is a
-warning and disables the callback. Numbers that it adds to `record` or `figures` on rank 0 go to
-metrics.jsonl and to the tracker, those of `figures` as `validation_<name>`. A callback may draw
-random numbers: those of the steps do not change.
+`state` is train.State, with `state.model` (your model, unwrapped), `state.optimizer`, `state.step`
+and `state.config`. `state.finish("why")` ends the run.
+
+A callback may be a context manager, entered before the first step and exited after the last one. If
+it has `state_dict()` and `load_state_dict(state)`, checkpoints store its state as JSON.
+
+An exception in a callback ends the run. If its class sets `harmless = True`, the first exception
+logs a warning and disables the callback instead.
+
+Numbers that a callback adds on rank 0 to `record`, or to `figures` (as `validation_<name>`), go to
+metrics.jsonl and to the tracker. A callback may use random numbers; those of training stay the
+same.
 """
 
 import logging
@@ -42,21 +46,21 @@ def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
 
 
 class Sample:
-    """After each validation, let the model continue the first validation sample."""
+    """Lets the model continue the first validation sample after each validation."""
 
     harmless = True
-    # Tokens that are given, and tokens to generate (at most a context).
+    # The number of tokens in the prompt, and of tokens to generate (at most a context).
     prompt_length = 32
     length = 128
 
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
-    # Compiled, the model would be compiled again for each length of the text.
+    # Runs eagerly: a compiled model would be compiled again for each length of the text.
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Generate as `infer` does, for the log, the tracker and the report."""
+        """Generate text as `infer` does, for the log, the tracker and the report."""
         from .infer import InferConfig, decode, generate
 
         context = state.config.data.context

@@ -1,8 +1,8 @@
-"""The data: yours to replace. Text as bytes (by default Python's own source), or files of tokens.
+"""Build the data: text as bytes (default: Python's own source) or token files. Replace it by yours.
 
-What the rest relies on: `DataConfig`, and `build_datasets`, which gives two datasets with `__len__`
-and `__getitems__` and a spec with a fingerprint. The spec is a dataclass of plain values, as a run
-saves it in spec.json, for `infer` without data.
+Other modules rely on `DataConfig`, and on `build_datasets`, which returns two datasets with
+`__len__` and `__getitems__`, and a spec with a fingerprint. The spec is a dataclass of plain
+values, since a run saves it as spec.json, from which `infer` reads it without the data.
 """
 
 import copy
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DataConfig(TextConfig):
-    """Text, or tokens."""
+    """Settings of the data: text or token files."""
 
     path: Path | None = None
     """Text file, JSON lines with a field "text", .bin file of tokens, or a folder of these; if not
@@ -59,32 +59,36 @@ class DataConfig(TextConfig):
 
 @dataclass(frozen=True)
 class Spec:
-    """What the model has to know of the data, and what identifies it."""
+    """Facts about the data that the model needs, and a fingerprint that identifies the data."""
 
     vocabulary: int
-    # What the tokens are: "bytes", or a digest of their tokenizer and the token that ends a
-    # document, as "0123abcd 0" ("": not known).
+    # "bytes", or a digest of the tokenizer and the token that ends a document, such as
+    # "0123abcd 0"; "" if unknown.
     encoding: str
-    folder: Path = field(compare=False)  # where they are, and their tokenizer
+    # The folder of the data and its tokenizer.
+    folder: Path = field(compare=False)
     tokens_per_sample: int
     fingerprint: str
 
 
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
-    """Training and validation data and their spec; UserError for unusable data.
+    """Return training and validation data and their spec; UserError for unusable data.
 
-    Files whose names say so (valid.txt, val_0.bin) are for validation. Without any, a twentieth
-    is held out: of many text files some, by a hash of their names; of other data the end.
+    Files with names such as valid.txt or val_0.bin are for validation. Without such files, a
+    twentieth of the data is for validation: some of many text files, chosen by a hash of their
+    names, or the end of other data.
     """
     data, encoding = config.data, "bytes"
     folder = data.path or Path(sysconfig.get_paths()["stdlib"])
     if not folder.exists():
-        raise UserError(f"--data.path: there is nothing at {folder.absolute()}")
+        raise UserError(f"--data.path: {folder.absolute()} does not exist")
     files = [folder] if folder.suffix == ".bin" else sorted(folder.glob("*.bin"))
     if files:
         data, encoding = described(folder, data)
         check_token_files(files, data.vocabulary, data.token_type)
-        parts = [[f for f in files if f.name.startswith("val") is val] for val in (False, True)]
+        for_training = [file for file in files if not file.name.startswith("val")]
+        for_validation = [file for file in files if file.name.startswith("val")]
+        parts = [for_training, for_validation]
         identity = fingerprint_files(folder, files, data.context, data.token_type)
     else:
         data = replace(data, vocabulary=256)
@@ -96,10 +100,10 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     if not parts[1]:
         validation = training.split()
     if not any(parts):
-        raise UserError(f"--data.path {folder}: there is no text in it, and no .bin file of tokens")
+        raise UserError(f"--data.path {folder} has neither text nor .bin files of tokens")
     if not len(training) or not len(validation):
         raise UserError(
-            f"{folder} has too few tokens to train on and to validate with, at a context of "
+            f"{folder} has too few tokens for training and validation with a context of "
             f"{data.context}: give more data, or a smaller --data.context"
         )
     place = folder if folder.is_dir() else folder.parent
@@ -107,51 +111,56 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     return training, validation, replace(spec, fingerprint=fingerprint_of_text(data, spec))
 
 
-VALIDATION_SHARE = 20  # one in so many: of the text files, or of the samples
-MOST_OPEN = 128  # files that a dataset keeps open; many systems allow a process 1,024, some 256
+# One in this many text files, or samples, is for validation.
+VALIDATION_SHARE = 20
+# The number of files that a dataset keeps open. Many systems allow a process 1,024, some 256.
+MOST_OPEN = 128
 
 
 class Chunks:
-    """Sample i is the i-th stretch of `context` + 1 tokens in the sources, arrays or .bin files."""
+    """Chunks of `context` + 1 tokens from several sources, which are arrays or .bin files."""
 
-    draws = False  # no random numbers; delete this if yours does, or a resume is not exact
+    # This dataset uses no random numbers. Delete the line if yours does; otherwise a resume is not
+    # exact.
+    draws = False
 
     def __init__(
         self, sources: Sequence[np.ndarray | Path], context: int, vocabulary: int, kind: str
     ) -> None:
         self.sources, self.context, self.vocabulary = sources, context, vocabulary
         self.kind = np.dtype(kind).newbyteorder("<")
-        # Each is opened where it is first read: there may be more than a process may have open.
+        # Files are opened when first read, since there may be more than a process may open.
         self.files: dict[int, BinaryIO] = {}
         width = self.kind.itemsize
         lengths = [s.stat().st_size // width if isinstance(s, Path) else len(s) for s in sources]
-        # No stretch crosses the end of a source.
+        # No chunk crosses the end of a source.
         self.counts = np.array([max(0, length - 1) // context for length in lengths], int)
         self.ends = np.cumsum(self.counts)
         self.first, self.last = 0, int(self.counts.sum())
 
     def __len__(self) -> int:
-        """Number of samples; what is left over at the end of a source is not used."""
+        """Return the number of samples; an incomplete chunk at the end of a source is not used."""
         return self.last - self.first
 
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
-        """A batch: {"tokens": [len(ids), context + 1]}, uint8 of text, int32 of token files."""
+        """Read a batch: {"tokens": [n, context + 1]}, uint8 for text, int32 for token files."""
         places = np.asarray(ids) + self.first
         which = np.searchsorted(self.ends, places, side="right")
         starts = (places - (self.ends - self.counts)[which]) * self.context
         rows = np.stack(list(map(self.stretch, which.tolist(), starts.tolist())))
         if rows.dtype != np.uint8:
-            if rows.max() >= self.vocabulary:  # an embedding on a GPU would not say which
+            # An embedding on a GPU would fail without naming the token.
+            if rows.max() >= self.vocabulary:
                 file = self.sources[int(which[rows.max(axis=1).argmax()])]
                 raise UserError(
-                    f"{file} has a token {rows.max()}: the file's tokens are not those that "
-                    f"--data.vocabulary {self.vocabulary} and --data.token-type say"
+                    f"{file} has a token {rows.max()}, outside --data.vocabulary "
+                    f"{self.vocabulary}: correct --data.vocabulary or --data.token-type"
                 )
             rows = rows.astype(np.int32)
         return {"tokens": torch.from_numpy(rows)}
 
     def stretch(self, source: int, start: int) -> np.ndarray:
-        """`context` tokens of a source, by its number, and the token after them, one axis."""
+        """Read `context` + 1 tokens of a source, given by its index, from token `start` on."""
         length, width = self.context + 1, self.kind.itemsize
         if not isinstance(path := self.sources[source], Path):
             return path[start : start + length]
@@ -159,20 +168,20 @@ class Chunks:
             if source not in self.files:
                 while len(self.files) >= MOST_OPEN:
                     self.files.pop(next(iter(self.files))).close()
-                self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115 - kept open
-            # Not mapped: for a stretch anywhere the system would read far around it.
+                self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115
+            # Not memory-mapped: for a random chunk, the system would also read data around it.
             content = os.pread(self.files[source].fileno(), length * width, start * width)
         except OSError as error:
             raise UserError(f"{path} can no longer be read: {error.strerror}") from None
         if len(content) < length * width:
             raise UserError(
-                f"{path} has become shorter since this run began to read it: put the file back as "
-                "it was; then the same command resumes"
+                f"{path} has become shorter during this run: restore the file, then run the same "
+                "command again to resume"
             )
         return np.frombuffer(content, self.kind)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What a loader worker is sent: not the open files."""
+        """Return the state that is sent to loader workers, without the open files."""
         return {**vars(self), "files": {}}
 
     def split(self) -> "Chunks":
@@ -183,27 +192,35 @@ class Chunks:
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
-    """UserError for files that cannot be such tokens."""
+    """Raise UserError for files that cannot contain tokens of this type."""
     if not vocabulary:
-        raise UserError(f"{files[0]} holds tokens: say how many there are with --data.vocabulary")
+        raise UserError(f"{files[0]} is a token file: give its vocabulary size (--data.vocabulary)")
     check_regular(files)
     width = np.dtype(kind).itemsize
     for file in files:
         if not (size := file.stat().st_size) or size % width:
-            raise UserError(f"{file} has {size:,} bytes: not a file of {kind} tokens")
+            raise UserError(
+                f"{file} has {size:,} bytes, which is not a multiple of {width}, or 0: it is not a "
+                f"file of {kind} tokens (--data.token-type)"
+            )
 
 
 def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
-    """All text at `path` in files named so, as bytes (uint8): for training, for validation."""
+    """Read the text at `path` as bytes (uint8), for training and for validation.
+
+    In a folder, only files whose names end with `ending` are read.
+    """
     texts: dict[Path, bytes] = {}
     left_out: list[Path] = []
     json_as_text: list[Path] = []
     for file in text_files(path, ending) if path.is_dir() else [path]:
+        # The Python standard library may have broken links.
         if ending and not file.is_file():
-            continue  # the system's own folder may have links to nothing
+            continue
         check_regular([file])
         content = file.read_bytes()
-        if b"\0" in content:  # UTF-16, or no text
+        # UTF-16, or not text.
+        if b"\0" in content:
             left_out.append(file)
             continue
         if has_json_lines(file, "text"):
@@ -212,23 +229,25 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
         elif is_json(file):
             json_as_text.append(file)
         texts[file.relative_to(path)] = content
-    if not ending:  # the user's own
+    # Only the user's own folder is read without an ending.
+    if not ending:
         warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
         warn_of_json_as_text(json_as_text)
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
-        # The same on every machine, and when files are added.
+        # A hash of the name is the same on every machine, and does not change when files are added.
         chosen = zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
         parts[split or ("val" if chosen else "train")].append(content)
     both = [parts["train"], parts["val"]]
-    if not both[0]:  # too few files for that
+    # With very few files, the hash may have chosen all of them for validation.
+    if not both[0]:
         both.reverse()
     return [[np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in both]
 
 
 def text_files(folder: Path, ending: str) -> Iterator[Path]:
-    """Files below a folder, in a fixed order, without hidden and installed ones."""
-    # Links are followed in a folder of the user's, not in the system's own.
+    """Yield the files below a folder in a fixed order, without hidden and installed ones."""
+    # Links are followed in the user's folder, but not in the Python standard library.
     walked = os.walk(folder) if ending else walk_folders(folder)
     for parent, folders, files in walked:
         left_out = ("site-packages", "__pycache__")

@@ -1,4 +1,4 @@
-"""Generate text with a trained model, in one plain process."""
+"""Generate text with a trained model, in one process."""
 
 import itertools
 import sys
@@ -16,7 +16,7 @@ from .text import decode, encode
 
 @dataclass(frozen=True)
 class InferConfig:
-    """Prompt and sampling."""
+    """Settings of the prompt and of sampling."""
 
     prompt: str = "def "
     """Text to continue; token ids ("15496 11 995") if there are token files but no tokenizer."""
@@ -34,7 +34,7 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
     """Print the prompt and the model's continuation, token by token."""
     prompt = encode(options.prompt, spec)
     tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))
-    # Bytes, since one character may come in several tokens. A notebook only takes text.
+    # Write bytes, since a character may consist of several tokens. A notebook accepts only text.
     stdout = getattr(sys.stdout, "buffer", None)
     try:
         for text in decode(tokens, spec):
@@ -70,5 +70,5 @@ def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> 
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     probabilities = (logits / options.temperature).softmax(dim=0)
     if probabilities.isnan().any():
-        raise UserError("the model's output is not finite: take an earlier checkpoint (--step)")
+        raise UserError("the model's output is not finite: use an earlier checkpoint (--step)")
     return torch.multinomial(probabilities, 1, generator=generator)[0]

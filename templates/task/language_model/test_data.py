@@ -1,5 +1,5 @@
 def rows_of(dataset: Any) -> np.ndarray:
-    """All samples, one a row; skips the test for another kind of data."""
+    """Return all samples, one per row; skip the test if the data is not tokens."""
     batch = read(dataset, list(range(len(dataset))))
     if not isinstance(batch, dict) or [*batch] != ["tokens"]:
         pytest.skip("not applicable: other data")
@@ -28,7 +28,7 @@ def test_files_of_tokens_are_read_as_their_names_say(tmp_path: Path) -> None:
     for name, tokens in parts.items():
         (tmp_path / f"{name}.bin").write_bytes(tokens.astype("<u2").tobytes())
     training, validation, spec = own_data(path=tmp_path, context=8, vocabulary=300)
-    # No stretch crosses from one file to the next.
+    # No chunk crosses from one file to the next.
     both = [stretches(parts[name], 8) for name in ("train", "train_2")]
     assert np.array_equal(rows_of(training), np.concatenate(both))
     assert np.array_equal(rows_of(validation), stretches(parts["val"], 8))

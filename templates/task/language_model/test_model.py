@@ -1,6 +1,6 @@
 @pytest.fixture(scope="module")
 def tokens(state: State) -> torch.Tensor:
-    """A micro-batch of tokens, [batch, context + 1]; skips the test for another kind of data."""
+    """Return a micro-batch of tokens [batch, context + 1]; skip the test for other data."""
     if not has_first_batches(state):
         pytest.skip("not applicable: a batch is not {'tokens': ...}")
     return state.loader.of(0, state.plan)[0]["tokens"]
@@ -8,7 +8,7 @@ def tokens(state: State) -> torch.Tensor:
 
 @torch.no_grad()
 def logits_of(state: State, tokens: torch.Tensor) -> torch.Tensor:
-    """Logits [batch, time, vocabulary] in evaluation; skips the test if the model returns none."""
+    """Return logits [batch, time, vocabulary] in evaluation mode; skip the test without logits."""
     state.model.eval()
     output = state.model(tokens.long())
     state.model.train()
@@ -20,7 +20,7 @@ def logits_of(state: State, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def first_model(**changes: Any) -> torch.nn.Module:
-    """The model that the project began with, large weights; skips the test if it is another one."""
+    """Return the template's own model with large weights; skip the test if it was replaced."""
     model = setup(tiny(Path("unused"), **changes)).model.eval()
     block = next(iter(blocks(model)), None)
     names = ("attention", "up", "down", "norm1", "norm2")
@@ -42,11 +42,12 @@ def test_a_batch_is_of_tokens(state: State, tokens: torch.Tensor) -> None:
 
 @torch.no_grad()
 def test_the_targets_are_the_tokens_that_follow(state: State, tokens: torch.Tensor) -> None:
-    """The loss is that of each next token, and nothing is counted twice or left out."""
+    """The loss is the cross-entropy of each next token, each counted once."""
     inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
     logits = logits_of(state, inputs)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    state.model.eval()  # dropout draws other numbers each time
+    # Without dropout, so that both compute the same.
+    state.model.eval()
     loss = compute_loss(state.model, {"tokens": tokens})
     state.model.train()
     assert int(loss.count) == targets.numel()
@@ -57,7 +58,7 @@ def test_the_targets_are_the_tokens_that_follow(state: State, tokens: torch.Tens
 
 
 def test_a_later_token_changes_no_earlier_logit(state: State, tokens: torch.Tensor) -> None:
-    """But those of its own position and of later ones; and no other row of the batch."""
+    """It changes logits only from its own position on, and only in its own row of the batch."""
     tokens = tokens[:, :-1].long()
     logits = logits_of(state, tokens)
     last = tokens.shape[1] - 1
@@ -76,9 +77,10 @@ def test_the_first_loss_is_the_logarithm_of_the_vocabulary(
 ) -> None:
     loss = compute_loss(state.model, {"tokens": tokens})
     ratio = loss.total.item() / float(loss.count) / math.log(state.spec.vocabulary)
-    assert ratio > 0.9, "it knows its targets before it has learned"
+    assert ratio > 0.9, "an untrained model predicts its targets: do they leak into its inputs?"
     if ratio > 1.1:
-        first_model()  # skips: another initialization may have larger logits
+        # Skips the test if the model was replaced: its initial logits may be larger.
+        first_model()
     assert ratio < 1.1
 
 
@@ -101,7 +103,7 @@ def test_what_is_added_to_the_residual_stream_starts_smaller_in_deep_models(stat
 
 @torch.no_grad()
 def test_a_block_adds_to_what_it_is_given() -> None:
-    """Attention, then a perceptron: each of a normalised copy, so that its size does not matter."""
+    """A block adds attention and an MLP of the normalized input, whose scale does not matter."""
     model = first_model()
     block, table = model.blocks[0], model.table
     x = torch.randn(2, table.shape[1], model.embedding.weight.shape[1])
@@ -119,7 +121,7 @@ def test_a_block_adds_to_what_it_is_given() -> None:
 
 @torch.no_grad()
 def test_attention_depends_on_distances_and_on_order() -> None:
-    """Rotated queries and keys: all positions may be shifted, two tokens may not be exchanged."""
+    """Shifting all positions changes nothing (rotary embedding); swapping two tokens does."""
     model = first_model()
     attention, table = model.blocks[0].attention, model.table
     time = table.shape[1] // 2
@@ -130,7 +132,7 @@ def test_attention_depends_on_distances_and_on_order() -> None:
     exchanged[:, 0], exchanged[:, 3] = x[:, 3], x[:, 0]
     difference = (attention(exchanged, table[:, :time])[:, -1] - y[:, -1]).abs().mean()
     assert difference > 1e-3 * y.abs().mean()
-    # Every earlier position counts, and the position itself.
+    # The last output depends on every position up to its own.
     for place in (0, time - 1):
         changed = x.clone()
         changed[:, place] += 1

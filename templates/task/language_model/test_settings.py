@@ -1,4 +1,5 @@
-if getattr(config.DataConfig(), "path", "") is None:  # a text that is sooner read than the default
+# A smaller text than the default, which is faster to read.
+if getattr(config.DataConfig(), "path", "") is None:
     SETTINGS.setdefault("data.path", Path(torch.nn.__file__).parent)
-# What a batch has in the data that this project began with.
+# The keys of a batch in the template's own data.
 FIRST_BATCH = {"tokens"}

@@ -1,6 +1,6 @@
-"""The baseline as a command: it measures the project's loop and judges it.
+"""Define the command `baseline`, which measures and checks the training loop.
 
-Importing this imports no torch, so that `--help` stays quick.
+This module does not import torch, so that `--help` is fast.
 """
 
 from collections.abc import Callable
@@ -15,11 +15,11 @@ COMMANDS = STAGES
 
 @dataclass(frozen=True)
 class WorkflowConfig:
-    """Settings of the stages; the baseline has none of its own."""
+    """Settings of the workflow: the baseline has none."""
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments."""
+    """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class."""
     from ..checkpoint.storage import on_disk
     from .baseline import measure
     from .stage import StageConfig

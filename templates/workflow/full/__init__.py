@@ -1,6 +1,6 @@
-"""The stages of the workflow, and what this answer adds: a search, `compare`, expectations.
+"""Define the commands of the full workflow: the stages, a search for settings, and `compare`.
 
-Importing this imports no torch, so that `--help` stays quick.
+This module does not import torch, so that `--help` is fast.
 """
 
 from collections.abc import Callable
@@ -12,26 +12,26 @@ from . import stages
 
 STAGES = stages.STAGES
 COMMANDS = stages.COMMANDS | {
-    "compare": "Tell what is better or worse in one run, or result of a stage, than in another.",
+    "compare": "Compare two runs, or two results of a stage: which metrics are better or worse.",
 }
 
 
 @dataclass(frozen=True)
 class WorkflowConfig(stages.WorkflowConfig):
-    """How far the stages go, and what they have to reach."""
+    """Settings of the workflow's stages."""
 
     expect: Path | None = None
     """TOML file with expected losses; if it does not exist, a proposal is written to it."""
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments."""
+    """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class."""
     if name == "compare":
         from .compare import CompareConfig, compare
 
         return compare(parse(CompareConfig))
     if name == "baseline":
-        # In this project the stage also searches for faster settings.
+        # In this project the baseline also searches for faster settings.
         from ..checkpoint.storage import on_disk
         from .stage import StageConfig
         from .tuning import measure
@@ -43,9 +43,9 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         from .stage import StageConfig
 
         expect = parse(StageConfig).workflow.expect
-        # A file that holds no expectations is refused before anything is measured.
+        # Refuse an invalid file before anything is measured.
         read_expected(expect)
         if expect:
-            # The file may expect other losses by now.
+            # The file may have changed since the baseline was measured.
             measure_again = "baseline"
     return stages.run_command(name, arguments, parse, measure_again)

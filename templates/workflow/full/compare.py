@@ -1,9 +1,9 @@
 """Compare two runs, or two results of a stage: which metrics of the later one are better or worse.
 
-A difference counts when it is more than two standard errors: those of both medians, and what the
-same code differs by from one measurement to the next (`NOISE`; `ONCE` for what was measured once).
-What was measured interleaved has an interval already. Where measurements of the same code differ by
-no more than that, at most 5 of 100 pairs get a verdict; on shared machines they differ more.
+A difference counts if it exceeds two standard errors. These include the errors of both medians and
+the variation from one measurement of the same code to the next (`NOISE`, or `ONCE` for a single
+value). Interleaved measurements have an interval already. If the variation is no larger than that,
+at most 5 % of pairs without a real difference get a verdict; on shared machines it can be larger.
 """
 
 import math
@@ -27,18 +27,19 @@ from .timing import differences, spread
 NOISE = 0.032
 NOISE_OF_BYTES = 0.01
 ONCE = 0.13
-# Losses that differ by less than this, relative, are within noise.
+# A smaller relative difference of losses is within noise.
 LOSSES = 0.01
-# Endings of names.
+# Suffixes of names of metrics.
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
-# Load for each core above which seconds say nothing.
+# With a higher load per core, times are not comparable.
 BUSY = 1.5
-# Records of a run below which its throughput says nothing.
+# With fewer records, the throughput of a run is not comparable.
 FEW = 5
-Content = dict[str, Any]  # of workflow/<stage>.json, or of what `content_of_run` makes of a run
+# The content of workflow/<stage>.json, or of a run in the same form (`content_of_run`).
+Content = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -54,20 +55,22 @@ class CompareConfig:
 
 
 def compare(options: CompareConfig) -> int:
-    """Print a verdict for each figure that both have; return 1 if one is worse and that counts."""
+    """Print a verdict for each common metric; return 1 for a regression that must fail."""
     a = contents(options.a)
     b = contents(options.b)
     common = [name for name in b if name in a]
     if not common:
         text = f"{options.a} ({', '.join(a)}) and {options.b} ({', '.join(b)})"
-        raise UserError(f"nothing was measured in both: {text}")
+        raise UserError(f"there is nothing to compare: {text} have no stage in common")
     worse = 0
     for name in common:
         print(f"{name}: {options.a} -> {options.b}")
         try:
             lines = list(verdicts(a[name], b[name]))
         except (ValueError, TypeError, KeyError, AttributeError, ArithmeticError) as error:
-            raise UserError(f"{name}: damaged figures, or of an older version ({error})") from None
+            raise UserError(
+                f"{name}: the results are damaged or from another version ({error}): measure again"
+            ) from None
         for line, verdict in lines:
             mark = "    "
             if verdict == "worse":
@@ -77,12 +80,12 @@ def compare(options: CompareConfig) -> int:
                 line = f"{line}: {verdict}"
             print(printable(f"{mark} {line}"))
     plural = "" if worse == 1 else "s"
-    print(f"{worse or 'no'} figure{plural} worse")
+    print(f"{worse or 'no'} metric{plural} worse")
     return int(worse > 0 and options.fail_on_regression)
 
 
 def contents(path: Path) -> dict[str, Content]:
-    """Return what was measured, by stage, in a file or a run directory ("run": the training)."""
+    """Return the results in a file or a run directory by stage; "run" is the training itself."""
     if not path.is_dir():
         content = result_in(path, *STAGES)
         return {content["stage"]: content}
@@ -107,11 +110,11 @@ def content_of_run(path: Path) -> Content:
                 losses[record["step"]] = record[name]
         figures[f"{name}es"] = losses
     for name in OF_RUN:
-        # Without the first record, which includes warm-up and compilation.
+        # Skip the first record, which includes warm-up and compilation.
         values = finite_values(records[1:], name)
         if values:
             figures[name] = max(values) if name.endswith("bytes") else spread(values)
-    # The metrics of your code have no verdict: only you know whether more of them is better.
+    # Metrics of your code get no verdict, since only you know whether more is better.
     names: list[str] = []
     for metric in user_metrics(records):
         names += [metric, f"validation_{metric}"]
@@ -142,9 +145,9 @@ def finite_values(records: list[dict[str, Any]], name: str) -> list[float]:
 
 def another_machine(a: Content, b: Content) -> str:
     """Return why two measurements cannot be compared; "" if they can."""
-    # A run that has not begun has no machine.
+    # A run without a first step has no machine.
     if not a["machine"] or not b["machine"]:
-        return "the machine is not known"
+        return "the machine is unknown"
     for key in OF_MACHINE:
         if a["machine"][key] != b["machine"][key]:
             return f"{key} {a['machine'][key]} and {b['machine'][key]}"
@@ -159,10 +162,10 @@ def another_machine(a: Content, b: Content) -> str:
 
 
 def too_busy(a: Content, b: Content) -> str:
-    """Return why seconds say nothing (other work on the cores, few records); "" if they do."""
+    """Return why times cannot be compared (busy cores, few records); "" if they can."""
     for content in (a, b):
         if content["figures"].get("records", FEW) < FEW:
-            return f"too few to tell, of {FEW} records at least"
+            return f"fewer than {FEW} records"
     for machine in (a["machine"], b["machine"]):
         if machine and machine["load"] > BUSY * machine["cores"]:
             return f"a load of {machine['load']} on {machine['cores']} cores"
@@ -170,17 +173,17 @@ def too_busy(a: Content, b: Content) -> str:
 
 
 def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
-    """Yield lines, and for each figure's line its verdict.
+    """Yield lines to print, each with a verdict or "".
 
-    First the settings that differ, then your metrics, then the figures: better, worse, within noise
-    or not comparable.
+    First come the settings that differ, then your metrics, then measurements, with the verdict
+    better, worse, within noise or not comparable.
     """
     yield from changed_settings(a, b)
     last_a = a.get("metrics", {})
     last_b = b.get("metrics", {})
     for name in last_a:
         if name in last_b:
-            yield f"{name} {last_a[name]:.4g} -> {last_b[name]:.4g} (the last ones)", ""
+            yield f"{name} {last_a[name]:.4g} -> {last_b[name]:.4g} (last values)", ""
     incomparable = another_machine(a, b)
     busy = too_busy(a, b)
     measured_a = dict(measured(a["figures"]))
@@ -193,7 +196,7 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
             yield verdict_of_losses(name, first, second)
         elif first.low > 0 and second.low > 0:
             reason = incomparable
-            # Bytes do not depend on what else the machine does.
+            # Bytes do not depend on the machine's load.
             if not reason and not name.endswith("bytes"):
                 reason = busy
             line, verdict = verdict_of_figure(name, first, second)
@@ -203,7 +206,7 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
 
 
 def changed_settings(a: Content, b: Content) -> Iterator[tuple[str, str]]:
-    """Yield a line, without a verdict, for each setting that differs and can change figures."""
+    """Yield a line, without a verdict, for each changed setting that can affect measurements."""
     before = dict(flatten(a["settings"]))
     after = dict(flatten(b["settings"]))
     for name in sorted(before.keys() | after.keys()):
@@ -212,7 +215,7 @@ def changed_settings(a: Content, b: Content) -> Iterator[tuple[str, str]]:
 
 
 def verdict_of_figure(name: str, a: Interval, b: Interval) -> tuple[str, str]:
-    """Return a line on a figure, and its verdict."""
+    """Return the line of a measurement, and its verdict."""
     noise = 0.0
     if name.endswith("bytes"):
         noise = NOISE_OF_BYTES
@@ -229,13 +232,13 @@ def ends_with(name: str, endings: tuple[str, ...]) -> bool:
 
 
 def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield what can be better or worse, by dotted names: intervals, and losses by step."""
+    """Yield comparable values by dotted name: intervals, and losses by step."""
     for key, value in figures.items():
         name = f"{prefix}{key}"
         if key.endswith("losses"):
             yield name, losses_by_step(value)
         elif not isinstance(value, dict):
-            # How often to save is advice, which is neither better nor worse.
+            # The recommended save interval is neither better nor worse.
             judged = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) and name != "interval_seconds"
             if judged and finite(value):
                 number = float(value)
@@ -255,9 +258,9 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def losses_by_step(losses: Any) -> dict[int, float]:
-    """Return losses by step, NaN where one is not a finite number.
+    """Return losses by step, with NaN for values that are not finite.
 
-    A stage has a list of them from step 1 on, a run a dictionary.
+    A stage has a list of losses from step 1 on, a run has a dictionary.
     """
     by_step = losses if isinstance(losses, dict) else dict(enumerate(losses, 1))
     numbers: dict[int, float] = {}
@@ -269,7 +272,7 @@ def losses_by_step(losses: Any) -> dict[int, float]:
 def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
     """Compare losses at the same steps; return a line and its verdict.
 
-    The later half of the steps counts. A loss that is not finite any more is worse.
+    Only the later half of the steps counts. More losses that are not finite are worse.
     """
     steps = sorted(a.keys() & b.keys())
     if not steps:
@@ -288,7 +291,7 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
     ratios: list[float] = []
     for step in later:
         if a[step]:
-            # A loss may be negative, so the change counts relative to its magnitude.
+            # A loss may be negative, so use the change relative to its magnitude.
             times = 1 + (b[step] - a[step]) / abs(a[step])
             if math.isfinite(times):
                 ratios.append(times)
@@ -300,25 +303,25 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
 
 
 def interval_of(median: float, p10: float, p90: float, count: float) -> Interval:
-    """Return the 95 % interval of a median, with what the next measurement may differ by.
+    """Return the 95 % interval of a median, including the variation between measurements.
 
-    The values are taken as normally distributed.
+    It assumes that values are normally distributed.
     """
-    # Two standard errors of a median are 2.5 / sqrt(count) deviations, and p90 - p10 is 2.56 of
-    # these, if there are many values; for the spread of a few, three less are counted.
+    # With many values, two standard errors of a median are 2.5 / sqrt(count) standard deviations,
+    # and p90 - p10 is 2.56 standard deviations. Few values have a larger error: count three less.
     width = 0.0
     if median > 0:
         width = (p90 - p10) / median / math.sqrt(max(1, count - 3))
     two_errors = math.hypot(width, 2 * NOISE)
-    # A median near 0 has no useful upper end, but exp must not overflow.
+    # A median near 0 has no useful upper bound, but exp must not overflow.
     factor = math.exp(min(99.0, two_errors))
     return Interval(value=median, low=median / factor, high=median * factor)
 
 
 def ratio(a: Interval, b: Interval, noise: float) -> Interval:
-    """Return how many times as large a figure became, with its 95 % interval.
+    """Return the ratio of b to a, with its 95 % interval.
 
-    `noise` is the relative standard deviation of each of the two, besides their intervals.
+    `noise` is an additional relative standard deviation of each of the two.
     """
     # The ends of an interval are four standard errors apart.
     error_of_a = math.log(a.high / a.low) / 4
@@ -329,7 +332,7 @@ def ratio(a: Interval, b: Interval, noise: float) -> Interval:
 
 
 def word_for(times: Interval, more_is_better: bool) -> str:
-    """Return the verdict on a figure that became this many times as large."""
+    """Return the verdict on a measurement that changed by this ratio."""
     if times.low <= 1 <= times.high:
         return "within noise"
     grew = times.value > 1
@@ -337,7 +340,7 @@ def word_for(times: Interval, more_is_better: bool) -> str:
 
 
 def shown(name: str, figure: Interval) -> str:
-    """Return a figure with its unit."""
+    """Format a measurement with its unit."""
     if name.endswith("bytes"):
         return in_units(int(figure.value))
     unit = " s" if name.endswith("seconds") else ""

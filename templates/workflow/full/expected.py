@@ -1,4 +1,4 @@
-"""The losses that a team expects, in a file that it keeps beside its code.
+"""Check measured losses against expected ones in a TOML file, which you keep with your code.
 
 tolerance = 0.01  # relative
 
@@ -18,7 +18,7 @@ from .timing import differences
 
 
 def read_expected(path: Path | None) -> dict[str, Any] | None:
-    """Return what the file expects; None if there is no file; UserError if it cannot be read."""
+    """Return the content of the file; None if there is no file; UserError if it is invalid."""
     if path is None or not path.exists():
         return None
     try:
@@ -27,22 +27,23 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
         for step, loss in content.pop("losses", {}).items():
             losses[int(step)] = float(loss)
         tolerance = float(content.pop("tolerance", 0.01))
-        # What is left in `content` are unknown keys.
+        # The remaining keys of `content` are unknown.
         if content or not losses or min(losses) < 1:
-            raise ValueError("its keys are tolerance and losses (by step, from 1)")
+            raise ValueError("its keys must be tolerance and losses (by step, from 1)")
     except (ValueError, TypeError, AttributeError) as error:
-        raise UserError(f"{path} holds no expectations: {error}") from None
+        raise UserError(f"{path} is not a file of expected losses: {error}") from None
     return {"losses": losses, "tolerance": tolerance}
 
 
 def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
-    """Check the measured losses against the expected ones; without a file, propose one and fail."""
+    """Check measured losses against expected ones; without a file, propose one and fail."""
     losses = stage.figures["losses"]
     if expected is None:
         proposal = stage.file.with_name("expected.toml")
         propose(proposal, losses)
-        advice = f"look at {proposal}, which holds what was measured now, and copy it to {path}"
-        stage.check("expected", False, measured=f"no {path}", wanted="a file", advice=advice)
+        advice = f"check the losses measured now in {proposal}, and copy it to {path}"
+        measured = f"{path} does not exist"
+        stage.check("expected", False, measured=measured, wanted="a file", advice=advice)
         return
     reached: dict[int, float] = {}
     for step, loss in expected["losses"].items():
@@ -60,15 +61,15 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
             bool(relative.max() <= limit),
             measured=measured,
             wanted=f"within {limit:.2%}",
-            advice=f"find what changed the training, or state the new losses in {path}",
+            advice=f"find out what changed the training, or write the new losses into {path}",
         )
     if len(reached) < len(expected["losses"]):
         measured = f"only {len(losses)} steps were taken"
-        stage.check("expected_at_later_steps", None, measured=measured, wanted="all steps of it")
+        stage.check("expected_at_later_steps", None, measured=measured, wanted="all its steps")
 
 
 def propose(path: Path, losses: list[float]) -> None:
-    """Write a file that expects the measured losses of the first, the tenth and the last step."""
+    """Write a file with the measured losses of the first, the tenth and the last step."""
     last = len(losses)
     lines = ["tolerance = 0.01  # relative", "", "[losses]"]
     for step in sorted({1, min(10, last), last}):

@@ -1,4 +1,4 @@
-"""Settings that the baseline tries besides the given ones: micro-batch sizes and loader workers."""
+"""Search for faster micro-batch sizes and numbers of loader workers, as part of the baseline."""
 
 import contextlib
 import dataclasses
@@ -23,15 +23,16 @@ from .processes import free_host_memory
 from .stage import Stage, StageConfig
 from .timing import Steps, peak_memory, record_steps
 
-BUDGET = 60.0  # seconds for all sizes
-# A value with this fraction of the best throughput is as good, if it takes less memory.
+# Seconds for all sizes together.
+BUDGET = 60.0
+# A smaller value with this fraction of the best throughput is preferred, to save memory.
 NEAR_BEST = 0.97
-# Windows of steps that are timed for each value, at least.
+# The minimum number of timed windows of steps for each value.
 LEAST_WINDOWS = WINDOWS[0]
 
 
 def measure(config: StageConfig) -> int:
-    """Measure the baseline and other settings; return 0 when the gate is passed, else 1."""
+    """Measure the baseline and search for faster settings; return 0 if all checks pass, else 1."""
     expected = read_expected(config.workflow.expect)
     stage = Stage("baseline", config)
     state, steps = baseline.judge_steps(stage)
@@ -43,31 +44,31 @@ def measure(config: StageConfig) -> int:
     workers = max(2, 2 * config.train.loader_workers)
     advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {workers}"
     slow = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.NEGLIGIBLE_WAIT
-    # What is typed stays, so the gate must not pass on another number.
+    # A typed number of workers stays, so the check must not use another one.
     if slow and "train.loader_workers" not in typed_settings(sys.argv[2:]):
         better = try_loader_workers(stage, state, waited)
         if better:
-            print(f"     steps wait {waited:.1%} of the time; with the workers recommended:")
+            print(f"     steps wait for data {waited:.1%} of the time; with recommended workers:")
             steps = better
         rejected = stage.figures.get("rejected", [])
         if better or any("loader-workers" in text for text in rejected):
-            # More workers are recommended, or were tried in vain.
+            # More workers are recommended already, or did not help.
             advice = baseline.CHEAPER
     baseline.judge_waits(stage, steps, advice)
     world = state.world
-    # Nothing may refer to the model when the process group ends.
+    # No reference to the model may remain when the process group ends.
     del state
     leave(world)
     return stage.close()
 
 
 def reject(stage: Stage, setting: str, value: Any, why: str) -> None:
-    """Record a value that was tried and is not recommended, and why."""
+    """Record a value that was tried but is not recommended, with the reason."""
     stage.figures.setdefault("rejected", []).append(f"{flag(setting)} {value}: {why}")
 
 
 def first_line(error: Exception) -> str:
-    """Return the first line of an error with its type, cut to 100 characters."""
+    """Return an error's type and first line, at most 100 characters."""
     return f"{type(error).__name__}: {error}".partition("\n")[0][:100]
 
 
@@ -76,8 +77,8 @@ def choose(
 ) -> int | None:
     """Recommend the smallest of the fastest values; return it, or None if `given` is as good.
 
-    `seconds` has the seconds per step by value. All other values are recorded as rejected, and the
-    best one too where `refused` says why it must not be recommended.
+    `seconds` has the seconds per step for each value. All other values are recorded as rejected.
+    So is the best one if `refused` gives a reason not to recommend it.
     """
     medians = {int(value): np.median(windows) for value, windows in seconds.items()}
     fastest = min(medians.values())
@@ -96,7 +97,7 @@ def choose(
 
 
 def try_micro_batches(stage: Stage, state: State) -> None:
-    """Find the throughput and the peak memory of micro-batch sizes, and recommend one."""
+    """Measure throughput and peak memory of several micro-batch sizes, and recommend one."""
     batch = state.config.train.global_batch_size
     setting = "train.micro_batch_size"
     given = min(state.config.train.micro_batch_size, batch)
@@ -110,18 +111,18 @@ def try_micro_batches(stage: Stage, state: State) -> None:
             peaks[size] = peak_of(way, state)
             ways[str(size)] = way
         except Exception as error:
-            # It is out of memory, or at a limit of a kernel.
+            # The step ran out of memory, or exceeded a limit of a kernel.
             reject(stage, setting, size, first_line(error))
             too_large = f"; {stage.figures['rejected'][-1]}"
-        # Outside of `except`, where the traceback would keep the tensors of that step alive.
+        # Not inside `except`, where the traceback would keep the step's tensors alive.
         if str(size) not in ways:
             state.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             break
-        # On a CPU the next size, twice as large, would take up to twice the memory.
+        # On a CPU the next size, twice as large, would need up to twice the memory.
         free = free_host_memory()
         if size >= given and state.world.device.type == "cpu" and peaks[size] > free:
-            too_large = f"; more: {in_units(free)} are free"
+            too_large = f"; larger sizes not tried: only {in_units(free)} are free"
             break
     if len(ways) < 2:
         return
@@ -137,7 +138,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     stage.check("micro_batch", True, measured=measured, wanted=wanted)
     refused = ""
     if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
-        refused = "batch statistics change with it"
+        refused = "it changes the batch statistics"
     best = choose(stage, setting, given, seconds, refused)
     if best is None:
         best = given
@@ -151,7 +152,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
 def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     """Return the given size, then a quarter and half of it, then doubled sizes up to `most`.
 
-    Only as many as time allows; larger sizes are preferred to smaller ones.
+    It returns only as many as time allows, and prefers larger sizes.
     """
     sizes = [given]
     size = 2 * given
@@ -174,7 +175,7 @@ def peak_of(way: Way, state: State) -> int:
     if state.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(state.world.device)
     else:
-        # This resets the peak on Linux. Other systems have no such file.
+        # This resets the peak on Linux. Other systems do not have this file.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
     way(2)
@@ -182,10 +183,10 @@ def peak_of(way: Way, state: State) -> int:
 
 
 def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | None:
-    """Recommend the fewest loader workers that are about the fastest; return steps with them.
+    """Recommend the smallest number of loader workers that is about the fastest.
 
-    `waited` is the fraction of the time that steps wait for data now. They are tried with the
-    micro-batch that is recommended. None if nothing is faster.
+    `waited` is the fraction of time that steps wait for data now. Workers are tried with the
+    recommended micro-batch size. Returns steps measured with them, or None if nothing is faster.
     """
     # A stream starts its own workers.
     if state.loader.size is None:
@@ -222,7 +223,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
             ways[str(count)] = way
     if len(ways) < 2:
         return None
-    # The largest number is a multiple of the others, so each window has whole rounds of workers.
+    # The largest number is a multiple of the others, so each window has complete rounds of workers.
     seconds = time_interleaved(ways, multiple=max(int(count) for count in ways))
     best = choose(stage, setting, given, seconds)
     if best is None:
@@ -235,16 +236,16 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
 
 
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:
-    """Return two numbers of loader workers above the given one that may end the wait.
+    """Return up to two numbers of loader workers, above the given one, that may end the wait.
 
-    Fewer if steps of so many `seconds` would take too long. Of these numbers and the given one, the
-    largest is a multiple of each: see `with_loader`.
+    There are fewer if steps of this many `seconds` would take too long. The largest number is a
+    multiple of the others and of the given one: see `with_loader`.
     """
     ranks_here = torch.cuda.device_count() if device.type == "cuda" else 1
-    # If each worker has a core.
+    # Enough workers to end the wait, if each has a core.
     enough = math.ceil(max(1, given) / max(0.01, 1 - waited))
     most = min(enough, max(4, 2 * usable_cores() // ranks_here))
-    # Steps that fit into a window.
+    # The number of steps that fit into a window.
     longest = BUDGET / (3 * LEAST_WINDOWS * seconds)
     counts: list[int] = []
     for power in range(7):

@@ -1,6 +1,6 @@
-"""The engineering workflow as commands: stages that measure the project's loop and judge it.
+"""Define the commands of the workflow: stages that measure and check the training loop.
 
-Importing this imports no torch, so that `--help` stays quick.
+This module does not import torch, so that `--help` is fast.
 """
 
 import contextlib
@@ -12,24 +12,24 @@ from typing import Any
 from ..errors import RankError, UserError
 from .rank_stages import RANK_STAGES
 
-# The stages in the order in which they build on each other, and what each does.
+# The stages with their help, in the order in which they build on each other.
 STAGES = {
     "baseline": "Measure one eager process: determinism, learning, throughput, waiting for data.",
     "compile": "Try torch.compile: graph breaks, recompiles, same numbers, speedup, warm caches.",
     "profile": "Trace some steps for Perfetto: where a step's time goes, and what to try next.",
     **RANK_STAGES,
-    "checkpoint": "Drill the recovery: restore, reshard, kill, damage; say how often to save.",
+    "checkpoint": "Test recovery: restore, reshard, kill, damage; recommend how often to save.",
 }
 COMMANDS = STAGES | {
-    "fit": "Tell how much memory a rank needs on a GPU, and what fits, on any machine.",
-    "workflow": "Run all stages in order, up to the first failed gate; then write the report.",
+    "fit": "Estimate the GPU memory of a rank, and what fits, on any machine.",
+    "workflow": "Run all stages in order, up to the first failed stage; then write the report.",
     "report": "Write report.html: loss, throughput, scaling, memory, checkpoints, checks, advice.",
 }
 
 
 @dataclass(frozen=True)
 class WorkflowConfig:
-    """How far the stages go."""
+    """Settings of the workflow's stages."""
 
     ranks: int = 0
     """Maximum number of processes (0: one per GPU of this machine; 2 without a GPU)."""
@@ -48,9 +48,9 @@ class WorkflowConfig:
 def run_command(
     name: str, arguments: list[str], parse: Callable[[type], Any], measure_again: str = ""
 ) -> int:
-    """Run one of `COMMANDS`; `parse` reads the settings of a class from the arguments.
+    """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class.
 
-    The workflow measures the stage `measure_again` even if its result could be used again.
+    The workflow measures the stage `measure_again` even if its result could be reused.
     """
     if name == "fit":
         from .fit import FitConfig, fit
@@ -68,10 +68,11 @@ def run_command(
     config = parse(StageConfig)
     if name == "workflow":
         code = run_stages(config, arguments, measure_again)
-        with contextlib.suppress(UserError, RankError):  # a crashed stage may have left nothing
+        # A crashed stage may have left nothing to report.
+        with contextlib.suppress(UserError, RankError):
             print(f"report: {publish_report(config.directory)}")
         return code
-    # The module of a stage has its name, but for the checkpoint stage.
+    # A stage's module has the same name, except for the checkpoint stage.
     module = "recovery" if name == "checkpoint" else name
     stage = importlib.import_module(f"{__package__}.{module}")
     return stage.measure(on_disk(config))

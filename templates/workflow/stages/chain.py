@@ -1,7 +1,7 @@
-"""Run the stages in order; each starts with the settings that the stages before it recommend.
+"""Run the stages in order; each uses the settings that earlier stages recommend.
 
-A recommendation counts unless its stage's gate has failed. The next stages get it as an option on
-their command line. At the end all recommended settings are timed together against the given ones,
+Recommendations of a failed stage do not count. The others are passed to later stages as options on
+their command line. At the end, all recommended settings are timed together against the given ones,
 and written to `recommended.toml`.
 """
 
@@ -29,12 +29,12 @@ from .interleaved import TOO_NOISY, Interval, speedup_of, time_interleaved, with
 from .processes import leave, plain_environment
 from .stage import PACKAGE, STATUSES, Stage, StageConfig, lock_stage, origin, stage_file
 
-# The name of workflow/recommended.json and recommended.toml.
+# The stem of workflow/recommended.json and recommended.toml.
 RECOMMENDED = "recommended"
 FAILED = ("fail", "crashed")
 # Settings that recommended.toml leaves out.
 NOT_TRAINED = {"workflow", "fresh", "reset_optimizer", "name", "run_dir"}
-# Settings that change no measurement: whole sections by their first word, or one setting.
+# Settings that do not affect measurements: whole sections by their first word, or single settings.
 WITHOUT_EFFECT = {
     "workflow.force",
     "workflow.keep_going",
@@ -49,7 +49,7 @@ WITHOUT_EFFECT = {
     "name",
     "run_dir",
 }
-# The type of each key of a stage's JSON that is read.
+# The types of the keys that are read from a stage's JSON.
 RESULT_TYPES = {
     "stage": str,
     "status": str,
@@ -66,34 +66,35 @@ RESULT_TYPES = {
 
 @dataclass(frozen=True)
 class Recommendation:
-    """A value that a stage recommends for a setting, and the text that says why."""
+    """A value that a stage recommends for a setting, and the reason as text."""
 
     value: Any
     text: str
 
 
-Recommendations = dict[str, Recommendation]  # by setting
+# Recommendations by the name of the setting.
+Recommendations = dict[str, Recommendation]
 
 
 def run_stages(given: StageConfig, arguments: list[str], measure_again: str = "") -> int:
-    """Run each stage with these arguments in its own process; 0 if no gate failed, else 1.
+    """Run each stage with these arguments in its own process; return 1 if a stage failed, else 0.
 
-    A stage measured before with the same settings and code is not run again, so the same command
-    continues an interrupted workflow; the stage `measure_again` is run in any case. The first
-    failed gate ends it, except for `compile` and with `--workflow.keep-going`. UserError if a
-    workflow of this run is under way.
+    A result that was measured with the same settings and code is reused, except for the stage
+    `measure_again`. So the same command continues an interrupted workflow. The first failed stage
+    ends it, except for `compile` and with `--workflow.keep-going`. Raises UserError if a workflow
+    of this run is already running.
     """
     with lock_stage(on_disk(given).directory, "workflow"):
         return run_unlocked_stages(given, arguments, measure_again)
 
 
 def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again: str) -> int:
-    """Run the stages as `run_stages` does, which has locked the workflow of this run."""
+    """Run the stages for `run_stages`, which has locked the workflow of this run."""
     signal.signal(signal.SIGTERM, leave)
     config = on_disk(given)
     typed = typed_settings(arguments)
     taken: Recommendations = {}
-    # An earlier workflow.
+    # Remove the recommendations of an earlier workflow.
     for suffix in (".json", ".toml"):
         stage_file(config.directory, RECOMMENDED).with_suffix(suffix).unlink(missing_ok=True)
     results = dict.fromkeys(STAGES, "not_run")
@@ -110,25 +111,27 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
             content = run_stage(config, name, arguments + options_of(taken))
         status = content["status"]
         results[name] = status
-        # Training does without a compile mode that fails: the stage recommends another or none.
+        # Training does not need a compile mode that fails: the stage recommends another or none.
         if status not in FAILED or (name == "compile" and status == "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:
             stopped = name
             break
     if not stopped:
-        print(f"\n{RECOMMENDED}: Measure all that the stages recommend, together.", flush=True)
+        print(f"\n{RECOMMENDED}: Measure all recommended settings together.", flush=True)
         results[RECOMMENDED] = measure_together(given, config, taken)
     print()
     for name, status in results.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
     if stopped:
-        print(f"stopped at {stopped}: fix it and rerun this command, or add --workflow.keep-going")
+        print(
+            f"stopped at {stopped}: fix it and run this command again, or add --workflow.keep-going"
+        )
     return int(any(status in FAILED for status in results.values()))
 
 
 def options_of(taken: Recommendations) -> list[str]:
-    """Return the recommended settings as words of a command line."""
+    """Return the recommended settings as command-line options."""
     words: list[str] = []
     for setting, recommendation in taken.items():
         words += [flag(setting), str(recommendation.value)]
@@ -136,10 +139,10 @@ def options_of(taken: Recommendations) -> list[str]:
 
 
 def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str, Any]:
-    """Run a stage in its own process; return what it wrote, or "crashed" if it wrote nothing."""
+    """Run a stage in its own process; return its result, or "crashed" if it wrote none."""
     stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
-    # In this process group: Ctrl-C reaches it, and it ends what it has started.
+    # It stays in this process group, so that Ctrl-C reaches it, and it ends its own children.
     process = subprocess.Popen(command, env=plain_environment())
     try:
         code = process.wait()
@@ -151,13 +154,13 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str,
     if content:
         return content
     alone = shlex.join(["python", "-m", PACKAGE, name, *arguments])
-    print(f"{name} crashed (exit code {code}); to run it alone: {alone}")
+    print(f"{name} crashed (exit code {code}); to run only this stage: {alone}")
     return {"status": "crashed"}
 
 
 def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
-    """Return what a stage measured, or None if it has to be measured (again)."""
-    # A damaged file counts as if the gate had failed.
+    """Return the earlier result of a stage, or None if it must be measured (again)."""
+    # A damaged file counts like a failed stage.
     with contextlib.suppress(UserError):
         content = read_stage(config.directory, name)
         if content is None or config.workflow.force:
@@ -168,12 +171,12 @@ def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
             when = printable(content["measured_at"])
             print(f"{status}, measured {when} (--workflow.force measures again)")
             return content
-    print("measuring again: it failed or is damaged, or the settings, code or machine have changed")
+    print("measuring again: the result failed or is damaged, or settings, code or machine changed")
     return None
 
 
 def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
-    """Return what can change a measurement: settings, code, torch and the kind of machine."""
+    """Return the facts that affect a measurement: settings, code, torch and type of machine."""
     settings = {name: value for name, value in flatten(origin["settings"]) if has_effect(name)}
     machine = {key: origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")}
     return {
@@ -185,13 +188,13 @@ def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_effect(setting: str) -> bool:
-    """Return whether a setting can change a measurement."""
+    """Return whether a setting can affect a measurement."""
     section = setting.partition(".")[0]
     return setting not in WITHOUT_EFFECT and section not in WITHOUT_EFFECT
 
 
 def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
-    """Return what a stage measured, None if it has not run; UserError for a damaged file."""
+    """Return the result of a stage; None if it has not run; UserError for a damaged file."""
     path = stage_file(run_dir, name)
     if not path.exists():
         return None
@@ -203,7 +206,7 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
 
 
 def result_in(path: Path, *stages: str) -> dict[str, Any]:
-    """Return what one of these stages measured; UserError for any other file."""
+    """Read the result of one of these stages from a file; UserError for any other file."""
     content = read_json(path)
     if not is_complete(content) or content["stage"] not in stages:
         raise UserError(f"{path} is not a result of a stage: {' or '.join(stages)}")
@@ -211,7 +214,7 @@ def result_in(path: Path, *stages: str) -> dict[str, Any]:
 
 
 def is_complete(content: dict[str, Any]) -> bool:
-    """Return whether this is the JSON of a stage, with all keys that are read."""
+    """Return whether this is a stage's JSON with all required keys."""
     for key, expected_type in RESULT_TYPES.items():
         if not isinstance(content.get(key), expected_type):
             return False
@@ -233,13 +236,13 @@ def flag(setting: str) -> str:
 
 
 def advise(stage: Stage, text: str) -> None:
-    """Add to a stage what is worth trying, even if all checks pass, and print it."""
+    """Add advice to a stage, even if all checks pass, and print it."""
     stage.advice.append(text)
     print(f"  -> {text}", flush=True)
 
 
 def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = None) -> None:
-    """Hand a setting to the stages after this one; `factor`: how many times as fast it is."""
+    """Recommend a setting to later stages and to the user; `factor` is its speedup."""
     text = f"{flag(setting)} {value} ({stage.name}"
     if factor:
         text += f": {factor} times as fast"
@@ -250,9 +253,9 @@ def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = 
 def take_recommended(
     config: StageConfig, content: dict[str, Any], typed: set[str], taken: Recommendations
 ) -> StageConfig:
-    """Return the settings with what a stage recommends, and add that to `taken`.
+    """Apply a stage's recommendations to the settings, and add them to `taken`.
 
-    Settings in `typed` stay. Recommendations that are damaged are ignored, all of them.
+    Settings in `typed` stay as they are. If any recommendation is invalid, all are ignored.
     """
     new: Recommendations = {}
     try:
@@ -296,8 +299,8 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
     texts = [recommendation.text for recommendation in taken.values()]
     stage.figures |= {"file": str(file), "settings": texts}
     passed: bool | None = True
-    measured = "no setting was found that is faster than yours"
-    # How often to save changes no step, so there is nothing to time.
+    measured = "no faster settings than yours were found"
+    # The save interval does not affect steps, so there is nothing to time.
     if any(not setting.startswith("checkpoint.") for setting in taken):
         passed, measured = compare_speed(stage, given, final)
     wanted = "not slower than your settings"
@@ -313,15 +316,15 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
 
 
 def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple[bool | None, str]:
-    """Time steps with both settings; return whether `final` is not slower, and what was measured.
+    """Time steps with both settings; return whether `final` is not slower, and the measurement.
 
-    None instead of a bool if that cannot be told.
+    The first value is None if the measurement is inconclusive.
     """
     print("     your settings and the recommended ones, interleaved ...", flush=True)
     try:
         seconds = time_steps({"given": on_disk(given), RECOMMENDED: final})
     except Exception as error:
-        # For example both together do not fit into the memory.
+        # For example, both together do not fit into memory.
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return None, f"not measured: {reason}"
     speedup, verdict = speedup_of(seconds["given"], seconds[RECOMMENDED])
@@ -333,10 +336,10 @@ def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple
 
 
 def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
-    """Write what differs from the default preset, for `train --config`, and why."""
+    """Write settings that differ from the default preset, with reasons, for `train --config`."""
     config = override(given, values_of(taken))
     usual = dict(flatten(to_json(preset("default", StageConfig))))
-    lines = ["# What the workflow recommends, on top of --preset default."]
+    lines = ["# Settings that the workflow recommends, on top of --preset default."]
     for name, value in flatten(to_json(config)):
         section = name.partition(".")[0]
         # TOML has no null.
@@ -356,14 +359,14 @@ def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
     """
     first = next(iter(configs.values()))
     world = join(first.parallel, first.device)
-    # By default torch.compile makes sizes dynamic once it has seen a second one. The second
-    # configuration would then be compiled differently from the first.
+    # By default torch.compile makes a size dynamic when it sees a second value. Then the second
+    # configuration would be compiled differently from the first.
     static = {"compile.dynamic": bool(first.compile.dynamic)}
     states = {name: setup(override(config, static), world) for name, config in configs.items()}
     ways = {name: with_loader(state) for name, state in states.items()}
-    # The first steps compile, which must not be timed.
+    # The first steps compile, so they are not timed.
     for way in ways.values():
         way(2)
-    # Each window has whole rounds of loader workers, whichever settings it times.
+    # Each window has complete rounds of loader workers for all settings.
     workers = [max(1, config.train.loader_workers) for config in configs.values()]
     return time_interleaved(ways, multiple=math.lcm(*workers))

@@ -1,8 +1,7 @@
-"""The compile stage: graph breaks, recompiles, numerics and speed of torch.compile.
+"""Check torch.compile for graph breaks, recompiles, numerics and speed: the compile stage.
 
-Each mode is measured in two processes (compile_trial.py), which compiled nothing before: first with
-an empty compile cache, then with the cache that the first one left. What they measured is judged
-here.
+Each mode is measured in two new processes (compile_trial.py): first with an empty compile cache,
+then with the cache of the first process. This module evaluates the results.
 """
 
 import math
@@ -21,22 +20,22 @@ from .processes import run_task
 from .stage import Stage
 from .timing import describe, spread
 
-# The hooks of a sharded model break the graph of the whole.
+# FSDP's hooks break the graph of a whole model.
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")
-# Seconds for one process.
+# Time limit of a process in seconds.
 TIMEOUT = 1800.0
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing|Python.h: No such file")
-# Findings of one check that are printed; the stage's file holds all.
+# The maximum number of printed findings per check; the stage's file has all.
 SHOWN = 6
 
 FINDINGS_ADVICE = (
-    "TORCH_LOGS=graph_breaks,recompiles with `train` shows them; where guards fail, "
-    "keep what they name from changing, or try --compile.dynamic True"
+    "run `train` with TORCH_LOGS=graph_breaks,recompiles to see them; if guards fail, keep the "
+    "values that they name constant, or try --compile.dynamic True"
 )
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; return 0 if the gate is passed, else 1."""
+    """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("compile", config)
     modes: dict[str, ModeResult] = {}
     with tempfile.TemporaryDirectory(prefix="compile-") as scratch:
@@ -47,7 +46,7 @@ def measure(config: Config) -> int:
 
 
 def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
-    """Measure one mode, cold and warm; "skipped" or "error" say why it could not be."""
+    """Measure one mode, cold and warm; "skipped" or "error" in the result explain a failure."""
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     folder.mkdir()
     write_json(folder / "settings.json", to_json(override(config, {"compile.mode": mode})))
@@ -55,27 +54,27 @@ def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
     result: ModeResult = {}
     try:
         result = run_task("compile_trial", folder, "cold", seconds=TIMEOUT, **cache)
-        # The other backends have no cache.
+        # Other backends have no cache.
         if "graphs" in result and config.compile.backend == "inductor":
             warm = run_task("compile_trial", folder, "warm", seconds=TIMEOUT, **cache)
             result["compile_seconds"]["warm"] = warm.pop("seconds", None)
             result |= warm
     except RankError as error:
-        # The compiler has killed its process.
+        # The compiler has crashed its process.
         result["error"] = str(error)
     if "refused" in result:
-        # The project itself refuses these settings: that is no finding about the compiler.
+        # The project itself refuses these settings, which is not a finding about the compiler.
         raise UserError(result["refused"])
     return result
 
 
 def judge(stage: Stage, modes: dict[str, ModeResult]) -> None:
-    """Turn what was measured into checks, figures and advice."""
+    """Turn the measurements into checks, results and advice."""
     compiled = {mode: result for mode, result in modes.items() if "graphs" in result}
     stage.figures |= {"modes": compiled, "best": "none"}
     judge_compiling(stage, modes)
     if compiled:
-        explained = "none, or each with its place and reason"
+        explained = "none, or each with its location and reason"
         judge_findings(stage, compiled, "graph_breaks", wanted=explained)
         judge_findings(stage, compiled, "recompiles", wanted=explained)
         judge_recompile_limit(stage, compiled)
@@ -85,11 +84,11 @@ def judge(stage: Stage, modes: dict[str, ModeResult]) -> None:
 
 
 def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
-    """Pass if every mode compiles and runs, cold and warm; not measured without a compiler."""
+    """Check that every mode compiles and runs, cold and warm; not measured without a compiler."""
     outcomes: list[str] = []
     errors: list[str] = []
     for mode, result in modes.items():
-        # A mode may have compiled cold and failed warm: then it is in both lists.
+        # A mode that compiled cold but failed warm is in both lists.
         if "error" in result:
             errors.append(f"{mode}: {result['error']}")
         if "skipped" in result:
@@ -103,7 +102,7 @@ def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
             if not result["graphs"]:
                 errors.append(f"{mode}: no graph was compiled")
     passed = not errors
-    advice = "--compile.backend aot_eager (then eager) narrows the cause down"
+    advice = "try --compile.backend aot_eager, then eager, to narrow down the cause"
     if any(NO_COMPILER.search(error) for error in errors):
         passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
@@ -113,7 +112,7 @@ def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
 
 
 def judge_findings(stage: Stage, compiled: dict[str, ModeResult], name: str, wanted: str) -> None:
-    """Pass if each finding has its place and reason; `name` is the check's, and their key."""
+    """Check that each finding has a location and a reason; `name` is the check and their key."""
     passed = True
     for result in compiled.values():
         for finding in result[name]:
@@ -124,22 +123,22 @@ def judge_findings(stage: Stage, compiled: dict[str, ModeResult], name: str, wan
 
 
 def judge_recompile_limit(stage: Stage, compiled: dict[str, ModeResult]) -> None:
-    """Pass if no function was compiled as often as the compiler allows."""
+    """Check that no function reached the compiler's limit of recompiles."""
     passed = not any(result["limits_hit"] for result in compiled.values())
     measured = describe_findings(compiled, "limits_hit")
-    wanted = "not hit: beyond it a function runs eagerly"
+    wanted = "not reached: beyond it a function runs eagerly"
     stage.check("recompile_limit", passed, measured=measured, wanted=wanted, advice=FINDINGS_ADVICE)
 
 
 def describe_findings(compiled: dict[str, ModeResult], name: str) -> str:
-    """Count the findings of each mode and list the first of them, each once."""
+    """Count the findings of each mode, and list the first distinct ones."""
     counts: list[str] = []
     lines: list[str] = []
     for mode, result in compiled.items():
         findings = result[name]
         counts.append(f"{mode} {len(findings)}")
         for finding in findings:
-            where = finding["where"] or "place unknown"
+            where = finding["where"] or "unknown location"
             line = f"{mode}: {where}: {finding['reason']}"
             if line not in lines:
                 lines.append(line)
@@ -150,7 +149,7 @@ def describe_findings(compiled: dict[str, ModeResult], name: str) -> str:
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
-    """Compare compiled steps with eager ones: same weights, batches and random numbers."""
+    """Compare compiled with eager steps on the same weights, batches and random numbers."""
     passed = True
     limit = PRECISE
     texts: list[str] = []
@@ -164,7 +163,7 @@ def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
             limit = ROUNDED
     measured = f"after {STEPS} steps, relative to eager: {'; '.join(texts)}"
     wanted = f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}"
-    advice = "do not train with it; --compile.backend aot_eager shows if inductor is at fault"
+    advice = "do not train with it; try --compile.backend aot_eager to see if inductor is at fault"
     stage.check("numerics", passed, measured=measured, wanted=wanted, advice=advice)
 
 
@@ -180,7 +179,7 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
         result["verdict"] = verdict
         result["eager_step_seconds"] = spread(windows["eager"])
         result["step_seconds"] = seconds
-        # Steps after which the time of the first compile is saved.
+        # The number of steps after which the first compile has paid off.
         result["paid_after"] = None
         if verdict == "faster":
             saved = seconds["median"] * (speedup.value - 1)
@@ -193,7 +192,7 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
 
 
 def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
-    """Advise the fastest mode that is right and earns its first compile back; hand it on."""
+    """Recommend the fastest mode that is correct and whose first compile pays off in this run."""
     given = stage.config.compile.mode
     problems: dict[str, str] = {}
     faster: list[str] = []
@@ -202,7 +201,7 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
         if problem:
             problems[mode] = problem
         elif result.get("paid_after"):
-            # Only a mode that is faster beyond the noise pays for its compile.
+            # Only a mode that is significantly faster has `paid_after`.
             faster.append(mode)
     if faster:
         best = best_of(faster, modes)
@@ -226,17 +225,17 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
 
 
 def best_of(faster: list[str], modes: dict[str, ModeResult]) -> str:
-    """Return the mode to train with, of those that are faster than eager steps."""
+    """Return the best of the modes that are faster than eager steps."""
     if len(faster) == 1:
         return faster[0]
-    # Blocks compile sooner: the whole model must be faster beyond the noise.
+    # Blocks compile sooner, so the whole model must be significantly faster.
     if modes["full"]["speedup"]["low"] > modes["blocks"]["speedup"]["high"]:
         return "full"
     return "blocks"
 
 
 def problem_of(result: ModeResult, steps: int) -> str:
-    """Say why not to train so many steps with a mode; empty if nothing is against it."""
+    """Return a reason not to train this many steps with a mode, or ""."""
     if "error" in result:
         first_line, _, _ = result["error"].partition("\n")
         return first_line
@@ -245,12 +244,12 @@ def problem_of(result: ModeResult, steps: int) -> str:
     if not result["graphs"]:
         return "no graph was compiled"
     if differs(result):
-        return "its losses or gradients are not those of eager steps"
+        return "its losses or gradients differ from eager steps"
     if result["limits_hit"]:
-        return "it compiles again and again, up to the limit"
+        return "it recompiles up to the limit"
     if result["verdict"] == "slower":
         return "slower than eager steps"
     paid_after = result["paid_after"]
     if paid_after is not None and paid_after > steps:
-        return f"a first compile pays off after {paid_after:,} steps, and the run has {steps:,}"
+        return f"a first compile pays off after {paid_after:,} steps, but the run has {steps:,}"
     return ""

@@ -1,8 +1,8 @@
-"""The tasks of the compile stage: compile the run's model, and compare with eager steps.
+"""Compile the run's model and compare it with eager steps: the tasks of the compile stage.
 
 `python -m` this module FOLDER TASK reads FOLDER/settings.json and writes FOLDER/TASK.json. The task
-`cold` compiles with an empty compile cache; the task `warm` compiles with the cache that `cold` has
-left. Each runs in a process that compiled nothing before.
+`cold` compiles with an empty compile cache, the task `warm` with the cache that `cold` has left.
+Each runs in a new process.
 """
 
 import gc
@@ -30,20 +30,19 @@ from .interleaved import time_interleaved, without_loader
 from .stage import StageConfig
 from .timing import record_steps
 
-# Compiled steps that are compared with eager steps.
+# The number of compiled steps that are compared with eager steps.
 STEPS = 5
-# Largest relative differences of a loss, and of all gradients as one vector.
-# Float32 throughout:
+# Allowed relative differences of a loss, and of all gradients as one vector, in pure float32.
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}
-# With bf16 or TF32, since fused code rounds less often:
+# The same with bf16 or TF32, where fused code rounds less often.
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}
 
-# What was measured of one mode, as the tasks write it in JSON.
+# The measurements of one mode, as the tasks write them to JSON.
 ModeResult = dict[str, Any]
 
 
 class Finding(TypedDict):
-    """Something that the compiler could not do."""
+    """A location in the code where the compiler could not proceed, and the reason."""
 
     where: str
     reason: str
@@ -51,14 +50,14 @@ class Finding(TypedDict):
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The first steps of a run: their losses, and the last gradients, in host memory."""
+    """The losses of the first steps of a run, and the last gradients, in host memory."""
 
     losses: np.ndarray
     gradients: list[torch.Tensor]
 
 
 def main() -> None:
-    """Run one task."""
+    """Run a task and write its result."""
     folder = Path(sys.argv[1])
     task = sys.argv[2]
     config = load(folder / "settings.json", StageConfig)
@@ -66,11 +65,11 @@ def main() -> None:
 
 
 def attempt(task: str, config: Config) -> ModeResult:
-    """Measure in this process; an error of the compiler, or of the model under it, is a result."""
+    """Measure in this process; return an error of the compiler or the model as a result."""
     try:
         if task == "cold":
             return cold(config)
-        # The same start again, with the cache that `cold` has left.
+        # Take the same first steps again, with the cache that `cold` has left.
         first_steps(setup(config))
         return {"seconds": compile_seconds()}
     except UserError as error:
@@ -80,19 +79,19 @@ def attempt(task: str, config: Config) -> ModeResult:
 
 
 def cold(config: Config) -> ModeResult:
-    """Compile with nothing cached; compare with eager steps, in numbers and in time."""
+    """Compile with an empty cache; compare numerics and speed with eager steps."""
     world = join(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
-        return {"skipped": "blocks(model) names no block"}
+        return {"skipped": "blocks(model) returns no blocks"}
     eager = first_steps(state)
-    # Both models need not fit into memory together. Recomputed blocks refer to themselves, so only
-    # the garbage collector frees them.
+    # Free the first model, since both may not fit into memory. Recomputed blocks are reference
+    # cycles, so only the garbage collector frees them.
     del state
     gc.collect()
     state = setup(config, world)
     compiled = first_steps(state)
-    # The compiler's records are read before the timing, which compiles as well.
+    # Read the compiler's records before the timing, which compiles as well.
     result: ModeResult = {
         "compile_seconds": {"cold": compile_seconds(), "warm": None},
         "graphs": graphs(),
@@ -104,7 +103,7 @@ def cold(config: Config) -> ModeResult:
     result["difference"] = difference(eager, compiled)
     if differs(result) and config.compile.backend == "inductor":
         torch.compiler.reset()
-        # Inductor may draw its own random numbers: let dropout have the same masks as in eager.
+        # Inductor may draw its own random numbers. Give dropout the same masks as in eager mode.
         with fresh_cache(), inductor.patch(fallback_random=True):
             compiled = first_steps(setup(config, world))
         result["difference"] = difference(eager, compiled)
@@ -114,7 +113,7 @@ def cold(config: Config) -> ModeResult:
 def first_steps(state: State) -> FirstSteps:
     """Take the first steps of a run."""
     losses = record_steps(state, STEPS - 1).losses
-    # A step ends by clearing the gradients: the last one must keep them.
+    # A step clears the gradients at its end; the last step must keep them.
     with patch.object(state.optimizer, "zero_grad"):
         last_loss = record_steps(state, 1).losses
     gradients = [p.grad.cpu() for p in state.model.parameters() if p.grad is not None]
@@ -124,7 +123,7 @@ def first_steps(state: State) -> FirstSteps:
 
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
-    """Return relative differences: the largest of a loss, and of all gradients as one vector."""
+    """Return the relative differences of losses (the largest), and of gradients as one vector."""
     ratios = np.divide(compiled.losses, eager.losses)
     largest_of_losses = np.abs(ratios - 1).max()
     apart: list[torch.Tensor] = []
@@ -136,7 +135,7 @@ def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
 
 
 def differs(result: ModeResult) -> bool:
-    """Return whether compiled steps are further from eager ones than rounding explains."""
+    """Return whether compiled steps differ from eager ones by more than rounding."""
     limits = ROUNDED
     if result["precise"]:
         limits = PRECISE
@@ -151,20 +150,20 @@ def differs(result: ModeResult) -> bool:
 def time_windows(state: State) -> dict[str, list[float]]:
     """Return the seconds per step in interleaved windows of eager and compiled steps."""
     compiled = without_loader(state)
-    # A wrapper stays around each compiled call, which slows a short eager step down by some 2 %.
+    # The wrapper around compiled calls stays, and slows down a short eager step by about 2 %.
     eager = torch.compiler.set_stance("force_eager")(compiled)
     return time_interleaved({"eager": eager, "compiled": compiled})
 
 
 def findings() -> dict[str, list[Finding]]:
-    """List what the compiler could not do: each place of a graph break once, all recompiles."""
+    """List graph breaks, once per location, all recompiles, and recompile limits that were hit."""
     breaks = graph_breaks()
     recompiles: list[Finding] = []
     limits_hit: list[Finding] = []
     for entry in dynamo.get_compilation_metrics():
         failure = entry.fail_reason or ""
         if entry.fail_type and "recompile limit exceeded" not in failure:
-            # A whole function is not compiled, as for a break in a loop: torch counts no break.
+            # A whole function is not compiled, as after a break in a loop; torch does not count it.
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
             path = entry.fail_user_frame_filename or entry.co_filename
             breaks.append(finding(path, line, failure))
@@ -183,14 +182,14 @@ def findings() -> dict[str, list[Finding]]:
 
 
 def graph_breaks() -> list[Finding]:
-    """List the graph breaks that torch counted, each at the innermost line of code not torch's."""
+    """List the graph breaks that torch counted, at the innermost line outside of torch."""
     breaks: list[Finding] = []
     for entry in dynamo.graph_break_reasons:
-        # torch's name for a break that it can resume after says little.
+        # Replace torch's cryptic name for a break after which it resumes.
         reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
         frames = list(entry.user_stack)
         outside = [frame for frame in frames if not frame.filename.startswith(torch.__path__[0])]
-        # A break within torch alone is shown where it is.
+        # If all frames are in torch, show the innermost of them.
         if outside:
             frames = outside
         if frames:
@@ -202,10 +201,10 @@ def graph_breaks() -> list[Finding]:
 
 
 def failed_guard(entry: dynamo.CompilationMetrics) -> Finding:
-    """Find the guard that made a function compile again, and the line that it guards."""
+    """Return the guard that caused a recompile, and the line of code that it guards."""
     path = entry.co_filename
     line = entry.co_firstlineno
-    # "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
+    # The text is "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
     text = entry.recompile_reason or ""
     stack = re.findall(r'File "(.+?)", line (\d+)', text)
     if stack:
@@ -216,7 +215,7 @@ def failed_guard(entry: dynamo.CompilationMetrics) -> Finding:
 
 
 def finding(path: str | None, line: int | str | None, reason: str) -> Finding:
-    """Build a finding: a place, relative to this folder if below it, and a reason's first line."""
+    """Build a finding with a location, relative to the working directory, and a one-line reason."""
     where = ""
     if path:
         here = f"{Path.cwd()}/"

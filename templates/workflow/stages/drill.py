@@ -1,7 +1,7 @@
-"""The tasks of the restore drill: train a short run, kill it, load its checkpoints, time saves.
+"""Train a short run, kill it, load its checkpoints and time saves: tasks of the checkpoint stage.
 
-`python -m` this module FOLDER TASK runs a task as a plain process or, under torchrun, on several
-ranks. It reads FOLDER/settings.json, works on the run FOLDER/run and writes FOLDER/TASK.json.
+`python -m` this module FOLDER TASK runs a task in one process or, under torchrun, on several ranks.
+It reads FOLDER/settings.json, uses the run FOLDER/run and writes FOLDER/TASK.json.
 """
 
 import logging
@@ -28,31 +28,32 @@ from ..train import State, resume, run, setup, train_step
 from .stage import PACKAGE, StageConfig
 from .timing import record_steps, spread
 
-# When this process had imported torch and the package.
+# The time at which this process had imported torch and the package.
 IMPORTED = time.time()
-# Steps of the drill's run, and steps between its saves.
+# Steps of the short run, and steps between its saves.
 STEPS = 12
 EVERY = 3
-# To time saves: steps without a save, and saves.
+# For timing: the number of steps without a save, and of saves.
 QUIET_STEPS = 16
 SAVES = 6
-Digests = dict[str, str]  # a fingerprint by the name of a tensor
+# The fingerprint of each tensor by name.
+Digests = dict[str, str]
 
 
 def main(words: list[str]) -> int:
-    """Run one task."""
+    """Run a task and write its result."""
     folder = Path(words[0])
     task = words[1]
     settings = read_json(folder / "settings.json")
     changes = {"run_dir": folder / "run"}
-    # `load` leaves these out, since they are of one run: here, of the run that is killed.
+    # `load` leaves these out, since they belong to one run. Here it is the same run.
     for name in ("init_from", "init_strict", "init_new"):
         changes[name] = settings[name]
     config = override(load(folder / "settings.json", StageConfig), changes)
     world = join(config.parallel, config.device)
     if task in ("reload", "damage"):
         result = reload(config, world, timed=task == "damage")
-        # Only here nothing refers to the model any more.
+        # `reload` has returned, so there are no references to the model any more.
         leave(world)
     else:
         kill_file = folder / "kill.json" if task == "kill" else None
@@ -65,9 +66,9 @@ def main(words: list[str]) -> int:
 
 
 class Recorder:
-    """A callback that records the times of a (re)start, and digests of restored and saved tensors.
+    """Callback that records times of a (re)start, and digests of restored and saved tensors.
 
-    With `kill_file` it kills the run during its last save, and first writes what it has recorded.
+    With `kill_file`, it writes its records there and kills the run during the last save.
     """
 
     def __init__(self, kill_file: Path | None) -> None:
@@ -77,7 +78,7 @@ class Recorder:
         self.result = {"restart": self.restart, "digests": self.digests}
 
     def before_step(self, state: State) -> None:
-        """At the first step: record that the checkpoint is loaded, and prepare the kill."""
+        """Before the first step, record the restored tensors and prepare the kill."""
         if self.restart:
             return
         self.restart["step"] = state.step
@@ -92,16 +93,16 @@ class Recorder:
             publisher.commit = self.kill_or_commit
 
     def after_step(self, state: State, record: dict[str, Any] | None) -> None:
-        """Record the time of the first step, and digests of what is saved."""
+        """Record the time of the first step, and digests of the tensors at each save."""
         if "first_step" not in self.restart:
-            # Hashing in `before_step` is not counted: a real restart does not hash.
+            # Exclude the hashing in `before_step`, which a real restart does not do.
             step_seconds = time.time() - self.hashed
             self.restart["first_step"] = self.restart["restored"] + step_seconds
         if state.step % EVERY == 0:
             self.digests[state.step] = digests_of(state, self.group)
 
     def kill_or_commit(self, reserved: str, manifest: dict[str, Any]) -> None:
-        """Publish a checkpoint whose files all ranks have written; kill the run at the last one."""
+        """Publish a checkpoint, whose files are written; at the last step kill the run instead."""
         if self.kill_file and manifest["step"] == STEPS:
             write_json(self.kill_file, {**self.result, "killed_at": time.time()})
             kill_run()
@@ -109,29 +110,30 @@ class Recorder:
 
 
 def kill_run() -> None:
-    """Kill this run: torchrun, with which the kernel kills all its ranks, or this process alone."""
+    """Kill torchrun, and the kernel its ranks with it, or this process without torchrun."""
     if "RANK" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
-    """Restore the run over other values; return its step, digests and log, or why it is refused.
+    """Restore the run over other values; return its step, digests and log messages.
 
-    With `timed` also what saves cost.
+    With `timed`, it also returns the times of saves. If the settings are refused, it only returns
+    the reason.
     """
     log = BufferingHandler(1_000_000)
     logging.getLogger(PACKAGE).addHandler(log)
     try:
         state = setup(config, world)
         group = Group(world)
-        # A tensor that is not restored must not have the right values by its initialization.
+        # Overwrite all values, so that a tensor that is not restored is noticed.
         with torch.no_grad():
             for tensor in state.model.state_dict().values():
                 tensor.fill_(7)
         resume(state, config.directory, group).close()
     except UserError as error:
-        # For example the batch is too small for this many ranks.
+        # For example, the batch is too small for this many ranks.
         return {"refused": str(error)}
     result = {
         "step": state.step,
@@ -149,16 +151,16 @@ class SaveTimes:
     """Seconds of each save, and of a restore, on one rank."""
 
     blocked: np.ndarray
-    """How long each save blocked training, by the checkpointer's own count."""
+    """The time that each save blocked training, as counted by the checkpointer."""
     published: np.ndarray
-    """How long after its start each save was published."""
+    """The time from the start of each save until it was published."""
     restored: float
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """Return the seconds of a step without a save, of saves and of a restore, by the slowest rank.
+    """Return the seconds of a step without a save, of saves and of a restore, on the slowest rank.
 
-    Saves are made one at a time, each while training takes one step.
+    Each save overlaps with one training step, and is complete before the next save.
     """
     checkpointer = resume(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
@@ -179,7 +181,7 @@ def save_and_restore(state: State, checkpointer: Checkpointer) -> SaveTimes:
     blocked = np.zeros(SAVES)
     published = np.zeros(SAVES)
     for save in range(SAVES):
-        # Otherwise the save would wait for the steps before it.
+        # Otherwise the save would wait for earlier steps on the device.
         synchronize(state.world.device)
         began = time.perf_counter()
         blocked_before = checkpointer.blocked_seconds
@@ -192,14 +194,14 @@ def save_and_restore(state: State, checkpointer: Checkpointer) -> SaveTimes:
     checkpointer.restore()
     restored = time.perf_counter() - began
     checkpointer.close()
-    # The first save allocates buffers, so it is left out.
+    # Leave out the first save, which allocates buffers.
     return SaveTimes(blocked=blocked[1:], published=published[1:], restored=restored)
 
 
 def digests_of(state: State, group: Group) -> Digests:
-    """Return the sha256 of each full (unsharded) tensor of model and optimizer.
+    """Return the fingerprint of each full (unsharded) tensor of model and optimizer; collective.
 
-    Where ranks hold different values, the digest is all of theirs, which equals no single one.
+    If ranks have different values, the result joins all their fingerprints and so equals none.
     """
     assert state.checkpointer
     digests: Digests = {}

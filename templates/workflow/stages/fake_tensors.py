@@ -1,7 +1,7 @@
 """Run the training loop as one rank of many on fake tensors, which have shapes but no data.
 
-So a laptop follows a step of a model that no machine here could hold. What a GPU computes by other
-kernels than a CPU, and what needs values or other ranks, is replaced while that runs.
+So a laptop can simulate a step of a model that does not fit into its memory. Functions that use
+other kernels on a GPU than on a CPU, and those that need values or other ranks, are replaced.
 """
 
 import contextlib
@@ -23,13 +23,13 @@ from ..config import Config
 from ..distributed import World, parallel
 from .meter import Meter
 
-# The functions that run on a CPU, before `one_rank` replaces them in torch.nn.functional.
+# The original functions, before `one_rank` replaces them in torch.nn.functional.
 CPU_ATTENTION = F.scaled_dot_product_attention
 CPU_DROPOUT = torch.native_dropout
 
 
 def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    """Compute attention by the flash kernel, where the shapes allow that."""
+    """Compute attention with the flash kernel, if the shapes allow it."""
     if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
         return CPU_ATTENTION(query, key, value, *rest, **options)
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
@@ -38,14 +38,14 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: 
 def rms_norm(
     input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Normalise by a layer norm, which keeps as much for backward as a GPU's one RMSNorm kernel."""
+    """Apply a layer norm, which saves as much for backward as a GPU's RMSNorm kernel."""
     return F.layer_norm(input, shape, weight)
 
 
 def dropout(
     input: Tensor, p: float = 0.5, training: bool = True, *rest: Any, **options: Any
 ) -> Tensor:
-    """Drop by the kernel that keeps a mask of bool for backward."""
+    """Apply dropout with the kernel that saves a boolean mask for backward."""
     if not p or not training:
         return input
     dropped, _ = CPU_DROPOUT(input, p, True)
@@ -53,7 +53,7 @@ def dropout(
 
 
 def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Return the function as CUDA's autocast runs it: in float32, unlike a CPU's autocast."""
+    """Wrap a function to run in float32 under autocast, as on CUDA but not on a CPU."""
 
     def cast_and_call(x: Tensor, *rest: Any, **options: Any) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
@@ -63,7 +63,7 @@ def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return cast_and_call
 
 
-# Functions of torch.nn.functional that keep other tensors on a GPU than on a CPU.
+# Functions of torch.nn.functional that save other tensors for backward on a GPU than on a CPU.
 ON_GPU: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": attention,
     "rms_norm": rms_norm,
@@ -74,16 +74,16 @@ ON_GPU: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# What stands in for functions of the loop that need values, other ranks or another device.
+# Replacements for functions of the loop that need values, other ranks or another device.
 
 
 def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Build the model on this rank, whatever its rank: fake weights take no memory."""
+    """Build the whole model on any rank, since fake weights need no memory."""
     return make()
 
 
 def accept_step(sums: Tensor, norm: Tensor, ranks: int, clip: float) -> tuple[float, Tensor, bool]:
-    """Judge a step as good: fake tensors have no values to look at."""
+    """Judge a step as good, since fake tensors have no values to check."""
     return 1.0, norm, False
 
 
@@ -93,12 +93,12 @@ def stay(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
 
 
 def do_nothing(*arguments: Any) -> None:
-    """Stand in for checks of values, and for agreement with other ranks."""
+    """Replace checks of values, and agreement with other ranks."""
 
 
 def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> None:
-    """Replace, until the stack closes, what of the loop cannot run on fake tensors."""
-    # Built before tensors are fake, since building the datasets needs values.
+    """Replace functions that cannot run on fake tensors, until the stack closes."""
+    # Build the datasets before tensors are fake, since that needs values.
     datasets = loop.build_datasets(config)
     resize = torch.UntypedStorage.resize_
 
@@ -118,13 +118,13 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
     # These read values.
     replace(loop, "check_loss", do_nothing)
     replace(loop, "check_counted", do_nothing)
-    # The loop's names for traces tell the meter in which phase it is.
+    # The loop's annotations for traces tell the meter the current phase.
     replace(loop, "annotated", meter.annotated)
     replace(parallel, "build", build_at_once)
     replace(loop, "require_same_model", do_nothing)
     replace(parallel, "require_same", do_nothing)
     replace(parallel, "agree_on_buffers", do_nothing)
-    # FSDP frees gathered weights by this method, without an operator that the meter could see.
+    # FSDP frees gathered weights with this method, without an operator that the meter sees.
     replace(torch.UntypedStorage, "resize_", resize_and_count)
     replace(nn.Module, "to", stay)
     for name, replacement in ON_GPU.items():
@@ -132,13 +132,13 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
 
 
 def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -> None:
-    """Start, until the stack closes, a process group for FSDP whose collectives return at once."""
+    """Start a process group for FSDP whose collectives do nothing, until the stack closes."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world.size)
     stack.callback(dist.destroy_process_group)
-    # Only the parallel.py of FSDP has this function. The mesh is built here, before tensors are
-    # fake, since it reads the values of a tensor of ranks.
+    # Only FSDP's parallel.py has this function. Build the mesh before tensors are fake, since it
+    # reads the values of a tensor of ranks.
     mesh = vars(parallel)["build_mesh"](config.parallel, world)
 
     def prepared_mesh(*arguments: Any) -> Any:
@@ -149,10 +149,10 @@ def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -
 
 @contextlib.contextmanager
 def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
-    """Set up one rank of `ranks` and yield its state; in the block all new tensors are fake.
+    """Set up one rank of `ranks` and yield its state; all new tensors in the block are fake.
 
-    Under FSDP the rank is one of a fake process group. Under DDP a rank computes what a process
-    alone would compute, so it is run alone; only its gradients differ, see below.
+    With FSDP it is a rank of a fake process group. With DDP it runs as a single process, since a
+    rank computes the same except for its gradients, see below.
     """
     sharded = parallel.SHARDED and ranks > 1
     size = 1
@@ -168,8 +168,8 @@ def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
         state = loop.setup(config, world)
         create_optimizer_state(state.optimizer)
         if ranks > world.size:
-            # DDP never frees gradients: they are views of its buckets. So they exist from the
-            # start, and `zero_grad` does nothing.
+            # DDP never frees gradients, which are views of its buckets. So create them now, and
+            # make `zero_grad` do nothing.
             stack.enter_context(patch.object(state.optimizer, "zero_grad"))
             for group in state.optimizer.param_groups:
                 for weight in group["params"]:
@@ -179,7 +179,7 @@ def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
 
 def read_batch(state: loop.State) -> Any:
     """Read the first micro-batch; return it as fake tensors."""
-    # Outside of the fake mode and of the meter, so that the real batch is not counted.
+    # Read it outside the fake mode and the meter, so that the real batch is not counted.
     with _disable_current_modes():
         batch = state.loader.source[0, state.plan[0]]
     return tree_map_only(Tensor, torch.clone, batch)

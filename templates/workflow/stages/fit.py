@@ -1,10 +1,10 @@
-"""Memory that a rank needs on a GPU, and the speed to expect, computed without a GPU.
+"""Estimate the memory that a rank needs on a GPU, and its speed, without a GPU.
 
 The project's own setup and step run as one rank of many on fake tensors (fake_tensors.py). A
 dispatch mode sees every operator, and every tensor from its creation until it is freed (meter.py).
-The speed follows from a roofline (Williams et al., 2009): an operator takes as long as its FLOPs or
-its bytes, at the rates that real kernels reach (meter.py). Communication overlaps with the rest, so
-it counts only where it takes longer than all of that.
+The speed comes from a roofline model (Williams et al., 2009): an operator takes the time of its
+FLOPs or of its bytes, whichever is longer, at rates that real kernels reach. Communication overlaps
+with computation, so it counts only if it takes longer than all computation.
 """
 
 import argparse
@@ -30,9 +30,9 @@ from .processes import named, refusal
 from .stage import PACKAGE
 
 GPUS_PER_MACHINE = 8
-# The rest of a GPU's memory is left for what is not counted.
+# The fraction of a GPU's memory for counted tensors; the rest is for memory that is not counted.
 USABLE_MEMORY = 0.9
-# What a GPU sends to other machines: a port of 400 Gb/s for each GPU, as in usual H100 machines.
+# Bandwidth to other machines: one 400 Gb/s port per GPU, as is usual for H100 machines.
 NETWORK_GIGABYTES_PER_SECOND = 50.0
 
 
@@ -43,7 +43,7 @@ class Gpu:
     gigabytes: float
     terabytes_per_second: float
     link_gigabytes_per_second: float
-    """To the other GPUs of its machine, one way: NVLink, Infinity Fabric or PCIe."""
+    """Bandwidth to other GPUs of the machine in one direction: NVLink, Infinity Fabric or PCIe."""
 
 
 # From the same data sheets as PEAK_BF16_TFLOPS.
@@ -68,7 +68,7 @@ GPUS = {
 
 @dataclass(frozen=True)
 class FitConfig(Config):
-    """A training run, and its GPUs."""
+    """Settings of a training run, and its GPUs."""
 
     ranks: int = 0
     """Number of ranks, each with one GPU (0: 8, or 1 with parallelism=single)."""
@@ -79,7 +79,7 @@ class FitConfig(Config):
 
 
 def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
-    """Return the settings with which a CPU follows the step of a GPU."""
+    """Return settings with which a CPU simulates the step of a GPU."""
     changes = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
     if config.train.precision == "auto":
         changes["train.precision"] = "bf16"
@@ -87,8 +87,8 @@ def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
 
 
 def foretold(config: Config, ranks: int) -> int:
-    """Return the peak bytes of a rank's tensors, with the micro-batches of these settings."""
-    # `config` may be a StageConfig, which has more fields than FitConfig takes.
+    """Predict the peak bytes of a rank's tensors with the micro-batch size of these settings."""
+    # `config` may be a StageConfig, which has fields that FitConfig does not have.
     training_settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     fit_config = like_a_gpu(FitConfig(**training_settings), ranks)
     samples = math.ceil(config.train.global_batch_size / ranks)
@@ -113,7 +113,7 @@ def measure(
 ) -> Iterator[tuple[int, State]]:
     """Count a step for each micro-batch size; yield the size and the state after the step.
 
-    Without `sizes`: 1, 2, 4 ... samples, up to all samples of a rank in one micro-batch.
+    The default `sizes` are 1, 2, 4 ... up to all samples of a rank in one micro-batch.
     """
     samples = math.ceil(config.train.global_batch_size / config.ranks)
     if not sizes:
@@ -122,11 +122,11 @@ def measure(
     with one_rank(config, config.ranks, meter) as state:
         batch_norm = any(isinstance(module, _BatchNorm) for module in state.model.modules())
         for size in sizes:
-            # Batch statistics need two samples. If a rank has only one, there is no choice.
+            # Batch statistics need two samples, unless a rank has only one.
             if batch_norm and size == 1 and samples > 1:
                 continue
-            # The second micro-batch adds to the gradients of the first. All later ones are like
-            # the second, so they are counted without running them.
+            # The second micro-batch adds to the gradients of the first. Later ones are like the
+            # second, so they are counted without being run.
             count = min(2, math.ceil(samples / size))
             state.plan = [MicroBatch(slice(0, size), 1.0)] * count
             batch = read_batch(state)
@@ -136,7 +136,7 @@ def measure(
 
 
 def describe_memory(meter: Meter, state: State) -> str:
-    """Say what takes the memory at the peak, and how much a rank sends."""
+    """Describe the memory at the peak, and how much a rank sends."""
     weights = sum(parallel.local_part(weight).nbytes for weight in state.model.parameters())
     optimizer = 0
     for values in state.optimizer.state.values():
@@ -145,8 +145,8 @@ def describe_memory(meter: Meter, state: State) -> str:
                 optimizer += parallel.local_part(value).nbytes
     rest = meter.peak - weights - optimizer
     text = f"weights {in_units(weights)}, optimizer {in_units(optimizer)}, "
-    text += f"all else {in_units(rest)}; reached in {meter.peak_phase}"
-    return f"{text}\neach rank sends {in_units(sent_by(meter, state))} in a step"
+    text += f"everything else {in_units(rest)}; reached in {meter.peak_phase}"
+    return f"{text}\neach rank sends {in_units(sent_by(meter, state))} per step"
 
 
 def sent_by(meter: Meter, state: State) -> float:
@@ -154,24 +154,24 @@ def sent_by(meter: Meter, state: State) -> float:
     if state.world.size > 1:
         sent = meter.cost["sent"]
     else:
-        # DDP is not run here: it all-reduces the gradients, which sends them twice.
+        # DDP itself is not run here. It all-reduces the gradients, which sends them twice.
         sent = 2 * sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
-    # In a ring a rank sends all chunks but one.
+    # In a ring a rank sends all chunks except one.
     ranks = cast(FitConfig, state.config).ranks
     return sent * (1 - 1 / ranks)
 
 
 @dataclass(frozen=True)
 class Pace:
-    """The speed to expect of one way to run a step."""
+    """The expected speed of a step, eager or compiled."""
 
     samples_per_second: float
     bound: str
-    """What takes the most of the time: products, memory, kernels (their starts) or link."""
+    """What limits the speed: products, memory, kernels (launches) or link."""
 
 
 def pace_of(seconds: dict[str, float], link: float, batch: int) -> Pace:
-    """Return the pace of a step of `batch` samples; `link` is the time of its communication."""
+    """Return the speed of a step of `batch` samples; `link` is its communication in seconds."""
     computing = sum(seconds.values())
     if link > computing:
         return Pace(batch / link, "link")
@@ -180,7 +180,7 @@ def pace_of(seconds: dict[str, float], link: float, batch: int) -> Pace:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table: a micro-batch size, with or without recomputation, and its step."""
+    """A row of the table: a micro-batch size, with or without recomputation."""
 
     size: int
     recompute: bool
@@ -189,18 +189,18 @@ class Row:
     eager: Pace
     compiled: Pace
     memory: str
-    """What takes the memory, as `describe_memory` says."""
+    """The text of `describe_memory`."""
 
 
 def preference(row: Row) -> tuple[bool, float, float, int, bool]:
-    """Return a key by which the best row is the largest: it fits, and it is the fastest."""
+    """Return a sort key for which the best row is the largest: it fits, and is the fastest."""
     eager = row.eager.samples_per_second
     return row.fits, eager, row.compiled.samples_per_second, row.size, row.recompute
 
 
 @dataclass(frozen=True)
 class Target:
-    """The GPU to fit into, in bytes and in units of a second."""
+    """The GPU to fit into: memory in bytes, FLOP/s, and bandwidths in bytes/s."""
 
     name: str
     memory: float
@@ -230,7 +230,7 @@ def target_of(config: FitConfig, ranks: int = 1) -> Target:
 
 
 def choose_ranks(config: FitConfig) -> int:
-    """Return the number of ranks; UserError if they cannot share a global batch."""
+    """Return the number of ranks; UserError if a global batch cannot be divided among them."""
     batch = config.train.global_batch_size
     ranks = config.ranks
     if ranks == 0:
@@ -239,14 +239,15 @@ def choose_ranks(config: FitConfig) -> int:
             ranks = 1
     whole_machines = ranks <= GPUS_PER_MACHINE or ranks % GPUS_PER_MACHINE == 0
     if not 1 <= ranks <= batch or not whole_machines:
-        limits = f"1 to {batch} (a global batch), beyond {GPUS_PER_MACHINE} in eights"
-        raise UserError(f"--ranks {ranks}: {limits}")
+        limits = f"1 to {batch} (the global batch size)"
+        multiple = f"a multiple of {GPUS_PER_MACHINE} above {GPUS_PER_MACHINE}"
+        raise UserError(f"--ranks {ranks}: choose {limits}, and {multiple}")
     parallel.check_ranks(config.parallel, ranks)
     return ranks
 
 
 def row_of(meter: Meter, state: State, target: Target, size: int) -> Row:
-    """Return the row of the step that the meter has counted."""
+    """Return the row for the step that the meter has counted."""
     settings = state.config.train
     products = meter.cost["products"]
     eager = {"products": products}
@@ -289,9 +290,8 @@ def print_row(row: Row) -> None:
 
 
 def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
-    """Return the command that trains with what fits; `arguments` are those of `fit`."""
-    # The parser takes two kinds of options out of the arguments: those that only `fit` uses, and
-    # those that are set below.
+    """Return the command that trains with the best row; `arguments` are those of `fit`."""
+    # The parser removes options that only `fit` uses, and those that are set below.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--ranks", "--device", "--device-memory", "--train.micro-batch-size"):
         parser.add_argument(option, option.replace("-", "_").replace("__", "--", 1))
@@ -312,25 +312,28 @@ def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
 
 
 def fit(config: FitConfig, arguments: list[str]) -> int:
-    """Print what fits, and the command to type; return 1 if nothing fits."""
+    """Print the table and the command to train; return 1 if nothing fits."""
     ranks = choose_ranks(config)
     target = target_of(config, ranks)
     memory = f"{in_units(target.memory)} each"
     batch = config.train.global_batch_size
     print(f"{named(ranks, 'rank')}, {target.name} with {memory}, batches of {batch}")
-    print("                                            samples/s expected, bounded by")
+    print("                                            expected samples/s, limited by")
     print("micro-batch  recompute  memory                eager               compiled")
     try:
         rows = print_rows(like_a_gpu(config, ranks), target)
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
-        # The host would have to wait for a GPU there, in every step.
-        raise UserError("a step reads the value of a tensor: `pytest -k reads_no_value`") from None
+        # In training, the host would wait for the GPU at this point of every step.
+        raise UserError(
+            "a step reads the value of a tensor, which has no value here: run "
+            "`pytest -k reads_no_value` to find the line"
+        ) from None
     best = max(rows, key=preference)
-    print(f"the peak with micro-batches of {best.size}: {best.memory}")
-    print("not counted: fragments, CUDA's context, buffers of cuBLAS, cuDNN, NCCL, FlexAttention;")
-    print("what an optimizer sends under DDP, as Muon does")
+    print(f"peak with micro-batches of {best.size}: {best.memory}")
+    print("not counted: fragmentation, CUDA's context, buffers of cuBLAS, cuDNN, NCCL and")
+    print("FlexAttention, and communication of an optimizer under DDP (Muon)")
     if not best.fits:
-        print("nothing fits: take more ranks and FSDP (parallelism=fsdp), or a smaller model")
+        print("nothing fits: use more ranks with FSDP (parallelism=fsdp), or a smaller model")
         return 1
     print(f"to train: {training_command(best, ranks, arguments)}")
     return 0

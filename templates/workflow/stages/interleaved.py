@@ -1,4 +1,4 @@
-"""Time several ways to take the same steps, interleaved; intervals tell a difference from noise."""
+"""Time alternative ways to take steps, interleaved; intervals tell differences from noise."""
 
 import contextlib
 import math
@@ -11,20 +11,20 @@ import numpy as np
 from ..device import synchronize
 from ..train import State, train_step
 
-# Seconds of one window of steps, and of all windows together.
+# Seconds of a window of steps, and of all windows together.
 WINDOW = 0.2
 SECONDS = 6.0
-# Windows of each way: at least six, for a 95 % interval, and at most.
+# Minimum and maximum number of windows for each way; six are needed for a 95 % interval.
 WINDOWS = (6, 15)
-# Steps of one window, at most.
+# Maximum number of steps in a window.
 MOST_STEPS = 100
-# An interval whose ends are this far apart cannot tell what is faster.
+# If the ends of an interval differ by more than this factor, the result is inconclusive.
 NOISE = 1.2
 TOO_NOISY = "too noisy to tell"
-# Batches that are read before anything is timed.
+# The number of batches that `without_loader` reads in advance.
 BATCHES = 4
 
-# Takes so many steps and returns the seconds per step.
+# Takes this many steps and returns the seconds per step.
 Way = Callable[[int], float]
 
 
@@ -41,9 +41,9 @@ class Interval(NamedTuple):
 
 
 def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
-    """Time each way window by window in turn, so that other load affects all of them alike.
+    """Time the ways in alternating windows, so that other load affects all of them alike.
 
-    Returns the seconds per step of each window. The steps of a window are a multiple of `multiple`.
+    Returns the seconds per step of each window. A window has a multiple of `multiple` steps.
     """
     slowest = 0.0
     for way in ways.values():
@@ -58,22 +58,22 @@ def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[
     windows = min(max(round(SECONDS / round_seconds), fewest), most)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for window in range(windows):
-        # The order alternates, so that no way always follows the same other one.
+        # Alternate the order, so that a way does not always follow the same other one.
         for name in sorted(ways, reverse=window % 2 == 0):
             seconds[name].append(ways[name](steps))
     return seconds
 
 
 def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
-    """Return the median with its 95 % confidence interval, which assumes no distribution.
+    """Return the median with its distribution-free 95 % confidence interval.
 
-    With fewer than six values the interval is their range, which covers less than 95 %.
+    With fewer than six values, the interval is their range, which covers less than 95 %.
     """
     ordered = np.sort(np.asarray(values, dtype=float))
     count = len(ordered)
-    # The number of values below the true median is distributed as heads in `count` throws of a
-    # coin. The interval leaves out `left_out` values at each end: as many as it can while the
-    # median is outside it with a probability of at most 5 %.
+    # The number of values below the true median follows a binomial distribution, like heads in
+    # `count` throws of a coin. Leave out as many values at each end as possible, such that the
+    # true median is outside the interval with a probability of at most 5 %.
     left_out = 0
     outcomes = 0
     for heads in range(count // 2):
@@ -89,7 +89,7 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:
-    """Return how many times as fast the steps are, from pairs of windows, and a verdict."""
+    """Return the speedup from pairs of windows, and a verdict."""
     speedup = median_interval(np.array(before) / np.array(after))
     if speedup.low > 1:
         return speedup, "faster"
@@ -101,7 +101,7 @@ def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interva
 
 
 def without_loader(state: State) -> Way:
-    """Take steps on a few batches that were read before: neither reading nor workers count."""
+    """Return a way to take steps on batches read in advance, so that loading is not timed."""
     batches = [state.loader.of(step, state.plan) for step in range(BATCHES)]
 
     def read() -> list[Any]:
@@ -114,10 +114,10 @@ def without_loader(state: State) -> Way:
 
 
 def with_loader(state: State) -> Way:
-    """Take steps as in training, with loader workers that end with the window.
+    """Return a way to take steps as in training; loader workers end with each window.
 
-    Otherwise they would read ahead during the windows of another way. All of them deliver their
-    first batch at the same time, so only a multiple of their number shows the pace of training.
+    Otherwise they would read ahead during windows of another way. All workers deliver their first
+    batch at the same time, so only a multiple of their number shows the speed of training.
     """
 
     def take_steps(steps: int) -> float:
@@ -127,7 +127,7 @@ def with_loader(state: State) -> Way:
 
 
 def _seconds_per_step(state: State, read: Callable[[], list[Any]], steps: int) -> float:
-    """Time steps after a first one that does not count; `read` returns the batch of each."""
+    """Time steps after a first one that is not timed; `read` returns the batch of each step."""
     with contextlib.closing(state.loader):
         # The first step starts the workers.
         train_step(state, read())

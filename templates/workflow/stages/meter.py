@@ -1,4 +1,4 @@
-"""Count what one rank's step takes on a GPU, from operators on tensors without data."""
+"""Count memory, FLOPs, time and communication of a rank's step on a GPU, on fake tensors."""
 
 import contextlib
 import weakref
@@ -15,19 +15,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# Kernels do not reach the numbers of a data sheet. These are the rates of large matrix products and
-# of large copies on an H200, and the shortest time between the starts of two eager kernels.
+# Kernels do not reach the numbers in data sheets. These fractions are the rates of large matrix
+# products and of large copies on an H200; the third constant is the shortest time between the
+# launches of two eager kernels.
 PEAK_SHARE = 0.7
 BANDWIDTH_SHARE = 0.85
 KERNEL_SECONDS = 2.5e-6
-# Two factors were fitted to steps of GPT-2's size on one H200, of this template's loop, nanoGPT's
-# and the Trainer of transformers (27 November 2026; docs/evidence/gpus.md in the template). An
-# eager elementwise kernel takes as long as 1.55 times its bytes, since many read strided memory or
-# change the dtype. Compiled, these operators move 0.6 times their bytes, since fused ones keep
-# intermediate values in registers.
+# These factors were fitted to steps of a GPT-2-sized model on one H200, with this template's loop,
+# nanoGPT and the Trainer of transformers (27 November 2026; docs/evidence/gpus.md in the template).
+# An eager elementwise kernel takes the time of 1.55 times its bytes, since many read strided memory
+# or change the dtype. Compiled operators take the time of 0.6 times their bytes, since fused
+# kernels keep intermediate values in registers.
 EAGER_BYTES = 1.55
 FUSED_BYTES = 0.6
-# Operators without a kernel, beside views: they allocate memory or name it anew.
+# Operators without a kernel, other than views: they only allocate memory or reinterpret it.
 FREE = {
     torch.ops.aten._unsafe_view,
     torch.ops.aten.empty,
@@ -40,20 +41,20 @@ FREE = {
 
 @dataclass
 class LiveStorage:
-    """A storage that is not freed yet, and the bytes that were counted for it."""
+    """A storage that is not freed yet, and the bytes counted for it."""
 
     reference: weakref.ref[torch.UntypedStorage]
     size: int
 
 
 class Meter(TorchDispatchMode):
-    """Counts the bytes of all live tensors, and what the operators of a step cost.
+    """Counts the bytes of all live tensors, and the costs of a step's operators.
 
-    `cost` has, for a whole step: "flops", "sent" (bytes), and seconds. "products" are those of
-    matrix products and attention. All other operators take "fused" seconds when they are compiled.
-    Eager they take "memory" seconds, or "kernels" where starting a kernel takes longer than its
-    bytes. "eager" and "compiled" are the sums. `flops` and `bandwidth` are a GPU's speed in a
-    second, by its data sheet.
+    `cost` has, for a whole step, "flops", "sent" (bytes) and seconds. "products" are the seconds of
+    matrix products and attention. All other operators take "fused" seconds if they are compiled.
+    Eager, they take "memory" seconds, or "kernels" seconds if the launch takes longer than the
+    bytes. "eager" and "compiled" are the sums. `flops` and `bandwidth` (bytes) are a GPU's peaks
+    per second according to its data sheet.
     """
 
     def __init__(self, flops: float, bandwidth: float) -> None:
@@ -67,7 +68,7 @@ class Meter(TorchDispatchMode):
         self.begin(1)
 
     def begin(self, repeats: float) -> None:
-        """Start a new count, of a step that has `repeats` times the micro-batches that are run."""
+        """Start to count a step with `repeats` times as many micro-batches as will be run."""
         self.peak = self.live_bytes
         self.peak_phase = ""
         self.repeats = repeats
@@ -81,10 +82,10 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and count its tensors and its cost."""
-        # This operator is called very often and costs nothing.
+        # This operator is called very often and is free.
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        # A sharded tensor then calls the operator on its local shard, which comes here again.
+        # A DTensor then calls the operator on its local shard, which is counted here.
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
@@ -108,10 +109,10 @@ class Meter(TorchDispatchMode):
         read_and_written = sum(tensor.nbytes for tensor in tensors)
         by_bytes = read_and_written / (BANDWIDTH_SHARE * self.bandwidth)
         by_flops = flops / (PEAK_SHARE * self.flops)
-        # The peak is that of 16-bit numbers. TF32, for products of float32, has half of it.
+        # The peak is for 16-bit numbers; TF32, for products of float32, has half of it.
         if all(tensor.dtype.itemsize > 2 for tensor in tensors):
             by_flops = 2 * by_flops
-        # The optimizer runs once in a step, however many micro-batches there are.
+        # The optimizer runs once per step, with any number of micro-batches.
         repeats = 1 if self.phase == "optimizer" else self.repeats
         if self.phase != "optimizer":
             self.cost["flops"] += repeats * flops
@@ -139,18 +140,18 @@ class Meter(TorchDispatchMode):
         repeats = self.repeats
         if self.phase == "optimizer":
             repeats = 1
-        # FSDP reduces the gradients once in a step, unless it does so after each micro-batch.
+        # FSDP reduces gradients once per step, unless it is set to do so after each micro-batch.
         if "reduce_scatter" in name and not self.reduces_each_micro_batch:
             repeats = 1
-        # In a ring the larger side is sent once. An all-reduce sends everything twice: to reduce
-        # it, and to give all ranks the result.
+        # A ring sends the larger of input and output once. An all-reduce sends the data twice: to
+        # reduce it, and to distribute the result.
         sent = max((tensor.nbytes for tensor in tensors), default=0)
         if "allreduce" in name or "all_reduce" in name:
             sent = 2 * sent
         self.cost["sent"] += repeats * sent
 
     def hold(self, storage: torch.UntypedStorage) -> None:
-        """Count a storage, by its present size, until it is freed."""
+        """Count a storage with its current size until it is freed."""
         key = id(storage)
         if key not in self.live:
 
@@ -158,7 +159,7 @@ class Meter(TorchDispatchMode):
                 self.live_bytes -= self.live.pop(key).size
 
             self.live[key] = LiveStorage(reference=weakref.ref(storage, forget), size=0)
-        # A storage may also have been resized since it was counted.
+        # A storage may have been resized since it was last counted.
         counted = self.live[key]
         self.live_bytes += storage.nbytes() - counted.size
         counted.size = storage.nbytes()
@@ -168,15 +169,15 @@ class Meter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def annotated(self, phase: str) -> Iterator[None]:
-        """Name the phase of the step, in place of the annotation in traces."""
+        """Set the phase of the step; replaces the annotation for traces."""
         self.phase = phase
         yield
-        # What is in no phase is done once in a step, as the optimizer's step is.
+        # Work outside of phases is done once per step, like the optimizer's.
         self.phase = "optimizer"
 
 
 def distinct_tensors(tree: Any) -> list[Tensor]:
-    """Return the tensors in a nested structure, each once: a GPU reads it once."""
+    """Return the distinct tensors in a nested structure, since a GPU reads each only once."""
     tensors: dict[int, Tensor] = {}
     for leaf in tree_leaves(tree):
         if isinstance(leaf, Tensor):

@@ -1,4 +1,4 @@
-"""The report's plots: functions that draw the metrics of a run and of the stages on axes."""
+"""Draw the report's plots of the metrics of a run and of the stages."""
 
 import contextlib
 import io
@@ -14,9 +14,9 @@ from matplotlib.rcsetup import cycler
 BLUE = "#2f6fde"
 GREY = "#8a94a6"
 INK = "#1d2433"
-# The colors of curves in the same plot, in this order.
+# The colors of curves in a plot, in order.
 COLORS = [BLUE, "#e08a1e", "#2a9d6f", GREY, "#b58bd3"]
-# Metrics of memory, in bytes, and their names in the plot.
+# Memory metrics in bytes, and their labels.
 MEMORY = {
     "device_peak_bytes": "device, peak",
     "device_reserved_bytes": "device, reserved",
@@ -31,7 +31,7 @@ STYLE: dict[Any, Any] = {
     "axes.prop_cycle": cycler(color=COLORS),
     "grid.color": "#e6e9ef",
     "legend.frameon": False,
-    # A fixed salt for the ids in an SVG: the same metrics give the same bytes.
+    # With a fixed salt for ids in an SVG, the same metrics give the same bytes.
     "svg.hashsalt": "report",
 }
 MINUTE = 60
@@ -40,10 +40,10 @@ DAY = 24 * HOUR
 
 
 class Picture(NamedTuple):
-    """A plot as the page shows it."""
+    """A plot for the page."""
 
     title: str
-    # An SVG as a data: address; None if there was nothing to draw.
+    # An SVG as a data: URL; None if there was nothing to draw.
     image: str | None
 
 
@@ -57,13 +57,13 @@ class Bar(NamedTuple):
 
 
 def picture(title: str, paint: Callable[..., None], *data: Any) -> Picture:
-    """Draw with `paint(axes, *data)`; without an image if that fails or draws nothing."""
+    """Draw a plot with `paint(axes, *data)`; its image is None if that fails or draws nothing."""
     image = None
     with matplotlib.rc_context(STYLE), io.BytesIO() as out:
-        # 4.8 inches are wide enough to be read on a phone without turning it.
+        # At 4.8 inches the text is readable on a phone.
         figure = Figure(figsize=(4.8, 2.7), layout="constrained")
         axes = figure.subplots()
-        # The metrics may be missing, or too large to be drawn.
+        # Metrics may be missing, or too large to draw.
         with contextlib.suppress(ValueError, TypeError, LookupError, ArithmeticError):
             paint(axes, *data)
             if axes.has_data():
@@ -73,15 +73,15 @@ def picture(title: str, paint: Callable[..., None], *data: Any) -> Picture:
 
 
 def curves(axes: Axes, records: list[dict[str, Any]], ylabel: str, names: dict[str, str]) -> None:
-    """Plot metrics by step, each from the records that have it; bytes become GB.
+    """Plot metrics by step, each from the records that have it; bytes are converted to GB.
 
-    `names` holds the metrics to plot and the name of each in the legend.
+    `names` maps the metrics to their labels.
     """
     for metric, name in names.items():
         unit = 1
         if metric.endswith("bytes"):
             unit = 1e9
-        # A validation has few points, so each of them gets a marker.
+        # Validations are few, so their points get markers.
         style = "-"
         if name == "validation":
             style = "o-"
@@ -116,7 +116,7 @@ def bars(axes: Axes, rows: list[Bar], xlabel: str, label: Callable[[float], str]
             label(row.value), xy=(end, y), xytext=(5, 0), textcoords="offset points", va="center"
         )
     axes.set_yticks(range(len(upwards)), [row.label for row in upwards])
-    # The numbers beside the bars need room.
+    # Leave room for the numbers next to the bars.
     right = 1.2 * longest
     if right == 0:
         right = 1.0
@@ -128,9 +128,9 @@ def bars(axes: Axes, rows: list[Bar], xlabel: str, label: Callable[[float], str]
 
 
 def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
-    """Plot samples/s over the number of processes, beside what no loss at all would give.
+    """Plot samples/s by number of processes, next to ideal scaling.
 
-    `records` holds what the scale stage measured, by the number of processes.
+    `records` are the scale stage's results by number of processes.
     """
     if len(records) < 2:
         return
@@ -142,7 +142,7 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
         strong.append(record["strong"]["samples_per_second"])
         weak.append(record["weak"]["samples_per_second"])
     no_loss = [strong[0] * count for count in ranks]
-    axes.plot(ranks, no_loss, ":", color=GREY, label="no loss at all")
+    axes.plot(ranks, no_loss, ":", color=GREY, label="ideal")
     axes.plot(ranks, strong, "o-", label="same global batch")
     axes.plot(ranks, weak, "s--", label="batch grows")
     axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
@@ -155,17 +155,17 @@ def three_digits(value: float) -> str:
 
 
 def four_digits(value: float) -> str:
-    """Format a number with four significant digits and separators of thousands."""
+    """Format a number with four significant digits and thousands separators."""
     return f"{value:,.4g}"
 
 
 def whole_number(value: float) -> str:
-    """Format a number without decimals, with separators of thousands."""
+    """Format a number without decimals, with thousands separators."""
     return f"{value:,.0f}"
 
 
 def in_time(seconds: float) -> str:
-    """Format a duration in the unit that people would use."""
+    """Format a duration in a suitable unit."""
     if seconds >= 2 * DAY:
         return f"{seconds / DAY:.3g} d"
     if seconds >= 2 * HOUR:

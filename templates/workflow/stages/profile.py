@@ -1,4 +1,7 @@
-"""The profile stage, plain or under torchrun: where a step's time goes, and what to try."""
+"""Profile some steps: show where their time goes, and what to try next (the profile stage).
+
+It runs as one process, or under torchrun on several ranks.
+"""
 
 from dataclasses import replace
 from pathlib import Path
@@ -18,9 +21,9 @@ from .trace import COMMUNICATION, PARTS, Breakdown, breakdown, read_trace
 
 UNTRACED_STEPS = 20
 SHOWN_OPERATORS = 10
-# A second cause is mentioned when it takes more than this fraction of a step.
+# Other causes are mentioned if they take more than this fraction of a step.
 MENTIONED_FRACTION = 0.15
-# By diagnosis: the parts of a step that it stands for.
+# For each diagnosis, the categories of a step's time that it covers.
 CAUSES = {
     "input-bound": ("data", "copies"),
     "host-bound": ("host",),
@@ -30,7 +33,7 @@ CAUSES = {
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; return 0 if the gate is passed, else 1."""
+    """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("profile", config)
     world = join(config.parallel, config.device)
     state = setup(config, world)
@@ -43,12 +46,12 @@ def measure(config: Config) -> int:
     ranks: list[Breakdown] = []
     problem = ""
     try:
-        # A trace that one rank cannot read is an error on all of them.
+        # If a rank cannot read its trace, all ranks get the error.
         with group.together():
             this_rank = breakdown(read_trace(trace), averages)
         ranks = group.gather(this_rank)
     except RankError as error:
-        problem = f"not a whole trace: {error}"
+        problem = f"the trace is incomplete: {error}"
     untraced = spread(record_steps(state, UNTRACED_STEPS).seconds)
     state.loader.close()
     if world.rank == 0:
@@ -56,9 +59,9 @@ def measure(config: Config) -> int:
         stage.check(
             "trace",
             not problem,
-            measured=problem or f"{trace.name}, read back whole",
+            measured=problem or f"{trace.name}, complete",
             wanted="written and readable",
-            advice="is there space left on the disk?",
+            advice="check that the disk is not full",
         )
         if ranks:
             judge_steps(stage, world.device, ranks, untraced["median"])
@@ -70,8 +73,8 @@ def measure(config: Config) -> int:
 
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
-    """Trace some steps of a training that was set up."""
-    # The step after the last window is idle, so torch's averages are of that window.
+    """Trace some training steps."""
+    # The step after the window is idle, so torch's averages are those of the window.
     every = max(1, config.wait) + config.warmup + config.active
     tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
@@ -84,8 +87,8 @@ def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profile
 def judge_steps(
     stage: Stage, device: torch.device, ranks: list[Breakdown], untraced: float
 ) -> None:
-    """Say where the time goes and what to try; an untraced step takes `untraced` seconds."""
-    # The slowest rank waits least in communication, since the others wait for it there.
+    """Report where the time goes and what to try; an untraced step takes `untraced` seconds."""
+    # The slowest rank spends the least time in communication, where the others wait for it.
     exposed = [rank.fractions["communication"] for rank in ranks]
     slowest = exposed.index(min(exposed))
     rank = ranks[slowest]
@@ -93,17 +96,19 @@ def judge_steps(
     traced = rank.step_seconds
     compilations = max(each_rank.compilations for each_rank in ranks)
     show_operators(stage, rank)
-    print(f"     a step took {traced * 1e3:.2f} ms while traced, else {untraced * 1e3:.2f} ms")
+    print(
+        f"     a traced step takes {traced * 1e3:.2f} ms, an untraced one {untraced * 1e3:.2f} ms"
+    )
     stage.figures |= {"steps": steps, "traced_step_seconds": traced, "recompiles": compilations}
     stage.check(
         "recompiles",
         not compilations,
-        measured=f"{compilations} within {steps} traced steps",
-        wanted="none: while it compiles, no share means anything",
-        advice="if it only compiles late, raise --profile.wait",
+        measured=f"{compilations} in {steps} traced steps",
+        wanted="none, since fractions of time are meaningless while compiling",
+        advice="if the model compiles only at the start, raise --profile.wait",
     )
     if device.type != "cpu" and not rank.device:
-        problem = f"the trace holds nothing that {device.type} did: torch.profiler cannot see it"
+        problem = f"torch.profiler recorded no work of the device ({device.type})"
         stage.check("shares", None, measured=problem, wanted="measured")
         return
     fractions = rank.fractions
@@ -116,11 +121,11 @@ def judge_steps(
         compare_ranks(stage, ranks, slowest)
     advise(stage, f"{diagnosis}: {advice(diagnosis, fractions, rank, stage.config)}")
     for other in others:
-        advise(stage, f"besides, {advice(other, fractions, rank, stage.config)}")
+        advise(stage, f"also {other}: {advice(other, fractions, rank, stage.config)}")
 
 
 def show_operators(stage: Stage, rank: Breakdown) -> None:
-    """Print and record the operators that take the most time."""
+    """Print and record the operators with the most self time."""
     operators = rank.operators[:SHOWN_OPERATORS]
     stage.figures["operators"] = operators
     print(f"     open {stage.figures['trace']} at https://ui.perfetto.dev")
@@ -133,29 +138,29 @@ def show_operators(stage: Stage, rank: Breakdown) -> None:
 
 
 def describe_fractions(fractions: dict[str, float]) -> str:
-    """Describe the fraction of each part in words."""
+    """Describe the fraction of each category."""
     words = {"data": "waiting for data", "host": "host gaps"}
     return ", ".join(f"{words.get(part, part)} {fractions[part]:.1%}" for part in PARTS)
 
 
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
-    """Say how much of the communication is waiting for the slowest rank."""
-    # [ranks, steps, parts]
+    """Report how much of the communication is waiting for the slowest rank."""
+    # The shape is [ranks, steps, categories].
     seconds = np.stack([rank.seconds for rank in ranks])
-    # All steps are summed, since a GPU's steps do not end where the host's do.
+    # Sum over all steps, since a GPU's steps do not end at the same time as the host's.
     exposed = seconds[:, :, COMMUNICATION].sum(axis=1)
-    # The rank with the least communication is taken to wait for nobody.
+    # Assume that the rank with the least communication does not wait.
     waiting = float((exposed - exposed.min()).sum() / seconds.sum())
     stage.figures |= {"ranks": [rank.fractions for rank in ranks], "waiting_for_ranks": waiting}
-    print(f"     the ranks wait {waiting:.1%} of their time, mostly for rank {slowest}, shown here")
+    print(f"     ranks wait {waiting:.1%} of their time, mostly for rank {slowest} (shown here)")
 
 
 def without_tracing(fractions: dict[str, float], slowdown: float) -> dict[str, float]:
-    """Return the fractions of a step on a GPU without what tracing added, all of it on the host.
+    """Remove the overhead of tracing, which is all on the host, from the fractions of a GPU's step.
 
     A traced step takes `slowdown` times as long as an untraced one.
     """
-    # The fraction of a traced step that tracing added.
+    # The fraction of a traced step that is overhead.
     added = max(0.0, 1 - 1 / slowdown)
     added = min(added, fractions["host"])
     rest = fractions | {"host": fractions["host"] - added}
@@ -163,7 +168,7 @@ def without_tracing(fractions: dict[str, float], slowdown: float) -> dict[str, f
 
 
 def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
-    """Name what most of a step goes to, then what else it loses much of its time to."""
+    """Return the main cause of a step's time, followed by other causes that take much time."""
     lost: dict[str, float] = {}
     for cause, parts in CAUSES.items():
         lost[cause] = sum(fractions[part] for part in parts)
@@ -172,7 +177,7 @@ def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
         diagnosis = max(lost, key=lost.__getitem__)
     diagnoses = [diagnosis]
     for cause in CAUSES:
-        # Time in kernels is what a step is for, so it is a loss only as the main cause.
+        # Time in kernels is useful work, so mention it only as the main cause.
         if cause in (diagnosis, "kernel-bound"):
             continue
         if lost[cause] > MENTIONED_FRACTION:
@@ -181,33 +186,33 @@ def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
 
 
 def advice(diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config) -> str:
-    """Return the measurement behind a diagnosis, and the next thing to try."""
+    """Return the measurement behind a diagnosis, and what to try next."""
     if diagnosis == "input-bound" and fractions["copies"] > fractions["data"]:
         diagnosis = "copies"
     tries = remedies(diagnosis, fractions, rank, config)
     if not tries:
-        tries = ["a leaner model, or more devices; the loop itself has little left"]
+        tries = ["a smaller model or more devices, since the loop itself has little to gain"]
     return f"{evidence(diagnosis, fractions, rank)}. Try {', or '.join(tries)}"
 
 
 def evidence(diagnosis: str, fractions: dict[str, float], rank: Breakdown) -> str:
     """Describe the measurement behind a diagnosis."""
     if diagnosis == "recompiling":
-        return f"{rank.compilations} compilations within {len(rank.seconds)} steps, which need none"
+        return f"{rank.compilations} compilations in {len(rank.seconds)} steps, after the warm-up"
     if diagnosis == "input-bound":
-        return f"a step waits for data during {fractions['data']:.0%} of its time"
+        return f"a step waits for data {fractions['data']:.0%} of its time"
     if diagnosis == "copies":
         return f"copies between host and device take {fractions['copies']:.0%} of a step"
     if diagnosis == "host-bound":
         gap = rank.longest_gap
         lengths = f"{gap.seconds * 1e3:.2g} of {rank.step_seconds * 1e3:.3g} ms"
         between = f"after {gap.after[:48]} and before {gap.before[:48]}"
-        idle = f"nothing is computed in {fractions['host']:.0%} of a step"
+        idle = f"the device idles {fractions['host']:.0%} of a step, waiting for the host"
         return f"{idle}; the longest gap, {lengths}, is {between}"
     if diagnosis == "communication-bound":
         return f"exposed communication is {fractions['communication']:.0%} of a step"
-    computing = f"{fractions['kernels']:.0%} of a step is computing"
-    # torch knows no operators of a CUDA graph.
+    computing = f"{fractions['kernels']:.0%} of a step is computation"
+    # torch does not report operators in a CUDA graph.
     if rank.operators:
         largest = rank.operators[0]
         computing += f", {largest['share']:.0%} in {largest['name'][:48]}"
@@ -217,24 +222,24 @@ def evidence(diagnosis: str, fractions: dict[str, float], rank: Breakdown) -> st
 def remedies(
     diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config
 ) -> list[str]:
-    """List what to try for a diagnosis with these settings; empty if nothing is left to try."""
+    """List what to try for a diagnosis with these settings; [] if there is nothing left to try."""
     train = config.train
     tries: list[str] = []
-    # Read for each diagnosis, so that a damaged result of the compile stage is always reported.
+    # Always read it, so that a damaged result of the compile stage is reported.
     compiling = compile_remedy(config)
     if diagnosis == "recompiling":
-        tries.append(f"`{command_for('compile', config.directory)}`: it names the guards")
-        tries.append("--compile.dynamic True, or data of one length")
+        tries.append(f"`{command_for('compile', config.directory)}`, which names the guards")
+        tries.append("--compile.dynamic True, or data of a fixed length")
     if diagnosis == "input-bound":
         workers = max(2, 2 * train.loader_workers)
         tries.append(f"--train.loader-workers {workers}, or a cheaper __getitems__")
     if diagnosis == "copies":
         tries.append("smaller types in the dataset (uint8, converted on the device)")
-        tries.append("no .item(), .cpu() or print in the step: they copy, and wait")
+        tries.append("a step without .item(), .cpu() and print, which copy and wait")
     if diagnosis == "host-bound":
-        # One long gap comes from Python code at that point, many short ones from small kernels.
+        # One long gap means slow Python code at that point; many short gaps mean small kernels.
         if rank.longest_gap.seconds > 0.2 * fractions["host"] * rank.step_seconds:
-            return ["to move the Python work there out of the step"]
+            return ["to move the Python code at that point out of the step"]
         tries += compiling
         if train.micro_batch_size < train.global_batch_size:
             larger = f"--train.micro-batch-size {2 * train.micro_batch_size}"
@@ -251,7 +256,7 @@ def remedies(
 
 
 def compile_remedy(config: Config) -> list[str]:
-    """Return the compile mode to try; empty if the run compiles, or no mode was worth it."""
+    """Return the compile mode to try; [] if the run already compiles, or no mode was faster."""
     best = "blocks"
     measured = read_stage(config.directory, "compile")
     if measured:

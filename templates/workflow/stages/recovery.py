@@ -1,6 +1,6 @@
-"""The checkpoint stage: a drill that restores, reshards, damages and kills a short run.
+"""Test recovery on a short run: kill, resume, damage and reshard it (the checkpoint stage).
 
-The drill trains this run's model for a few steps in RUN_DIR/workflow/.drill; the run's own
+The short run trains this run's model for a few steps in RUN_DIR/workflow/.drill; the run's own
 checkpoints are not touched. Each task runs in separate processes (drill.py).
 """
 
@@ -24,26 +24,27 @@ from .processes import most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import describe, differences
 
-TIMEOUT = 1800.0  # seconds for one task
-# Relative difference between losses of kernels that are not deterministic.
+# Time limit of a task in seconds.
+TIMEOUT = 1800.0
+# Allowed relative difference of losses, if kernels are not deterministic.
 NEAR = 1e-3
-# The phases of a restart in their order: the moment that ends each, and its name.
+# The phases of a restart in order: the event that ends each, and its label.
 RESTART = {
     "imported": "processes started, torch imported",
     "restored": "model built, checkpoint loaded",
     "first_step": "first step",
 }
-# What each check requires, in the order in which the checks are made.
+# The requirement of each check, in the order of the checks.
 WANTED = {
-    "roundtrip": "model and optimizer bit for bit, and the same steps after them",
-    "killed_while_saving": "at most one save lost, the same end, nothing left over",
+    "roundtrip": "model and optimizer restored bit for bit, and the same steps afterwards",
+    "killed_while_saving": "at most one save lost, the same final state, no files left over",
     "corrupt_newest": "a damaged checkpoint is never loaded; the previous one is loaded instead",
     "reshard": "the same tensors on any number of processes",
 }
 ADVICE = {
     "roundtrip": "look for state outside parameters and buffers, and random numbers not from torch",
-    "killed_while_saving": "publish by one rename, once all is on disk (checkpoint/publish.py)",
-    "corrupt_newest": "restore only what manifest and hashes confirm (checkpoint/manifest.py)",
+    "killed_while_saving": "publish with one rename after everything is on disk (publish.py)",
+    "corrupt_newest": "restore only files that match manifest and hashes (manifest.py)",
     "reshard": "look for tensors whose shape or content depends on the number of processes",
 }
 
@@ -57,10 +58,10 @@ class Outcome:
 
 
 def measure(config: StageConfig) -> int:
-    """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
+    """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("checkpoint", config)
     folder = config.directory / "workflow/.drill"
-    # An earlier drill that was killed may have left it.
+    # An earlier stage that was killed may have left it.
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
@@ -71,7 +72,7 @@ def measure(config: StageConfig) -> int:
 
 
 class Drill:
-    """The drill in `folder`: one run, killed in its last save and started again."""
+    """The test in `folder`: one short run, killed in its last save and started again."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         self.stage = stage
@@ -86,7 +87,7 @@ class Drill:
             "train.epochs": 0.0,
             "train.log_every": 1,
             "train.validate_every": 0,
-            # The last step validates all the same, on few samples.
+            # The last step still validates, so use few samples.
             "train.validate_samples": config.train.global_batch_size,
             "checkpoint.every": EVERY,
             "checkpoint.keep": 2,
@@ -95,11 +96,11 @@ class Drill:
         write_json(folder / "settings.json", to_json(override(config, short_run)))
 
     def run(self) -> None:
-        """Make all checks; when a process fails, the checks that are left fail."""
+        """Run all checks; if a process fails, the remaining checks fail."""
         stage = self.stage
         processes = named(self.ranks, "process")
         try:
-            plan = f"saving every {EVERY}, killed in the last save"
+            plan = f"saving every {EVERY} steps, killed in the last save"
             say(f"training {STEPS} steps on {processes}, {plan}")
             killed = self.kill()
             say("starting it again")
@@ -115,9 +116,9 @@ class Drill:
                 self.judge(name, False, reason)
 
     def kill(self) -> dict[str, Any]:
-        """Train until the run kills itself; return what it recorded.
+        """Train until the run kills itself; return its record.
 
-        RankError if it failed otherwise.
+        Raises RankError if it failed for another reason.
         """
         record = self.folder / "kill.json"
         try:
@@ -128,11 +129,11 @@ class Drill:
             return read_json(record)
 
     def restart(self, killed: dict[str, Any]) -> dict[str, float]:
-        """Start the killed run again, judge how it resumed and ended; return the seconds it took.
+        """Start the killed run again, check how it resumed and ended; return seconds by phase.
 
-        `killed` is what the killed run recorded.
+        `killed` is the record of the killed run.
         """
-        # Read now: the resumed run writes its losses over those of the steps that it repeats.
+        # Read the losses now, since the resumed run overwrites those of repeated steps.
         losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
         self.saved: dict[str, Digests] = killed["digests"] | result["digests"]
@@ -154,12 +155,12 @@ class Drill:
         left = self.left_over()
         if left:
             problems.append(f"left over: {', '.join(left)}")
-        good = f"1 kill, in the save of step {STEPS}; {STEPS - resumed} steps done again, {same}"
+        good = f"1 kill, in the save of step {STEPS}; {STEPS - resumed} steps repeated, {same}"
         self.judge("killed_while_saving", not problems, "; ".join(problems) or good)
         return seconds_of(restart, killed["killed_at"])
 
     def left_over(self) -> list[str]:
-        """Return the names beside the checkpoints that an interrupted save has left, sorted."""
+        """Return the names that an interrupted save has left next to the checkpoints, sorted."""
         names: list[str] = []
         for path in (self.run_dir / "checkpoints").iterdir():
             if not PUBLISHED.fullmatch(path.name):
@@ -167,7 +168,7 @@ class Drill:
         return sorted(names)
 
     def damage(self) -> dict[str, Any]:
-        """Flip a bit in the newest checkpoint and restore; return what saves cost."""
+        """Flip a bit in the newest checkpoint and restore; return size and times of saves."""
         newest = max((self.run_dir / "checkpoints").glob("step_????????"))
         sizes = {file: file.stat().st_size for file in newest.iterdir()}
         largest = max(sizes, key=sizes.__getitem__)
@@ -179,19 +180,19 @@ class Drill:
         problems: list[str] = []
         messages = result["messages"]
         if not any("DAMAGED" in text and largest.name in text for text in messages):
-            problems.append("not noticed, no warning names it")
+            problems.append("no warning names the damaged file")
         if newest.exists():
-            problems.append("the checkpoint is not set aside")
+            problems.append("the checkpoint was not set aside")
         wrong_tensors = differing(result["digests"], self.saved[str(STEPS - EVERY)])
         if wrong_tensors:
             problems.append(wrong_tensors)
-        good = "noticed and named, the checkpoint set aside, the previous one restored"
-        measured = f"a bit of {largest.name}: {'; '.join(problems) or good}"
+        good = "detected and named, checkpoint set aside, previous one restored"
+        measured = f"a bit flipped in {largest.name}: {'; '.join(problems) or good}"
         self.judge("corrupt_newest", not problems, measured)
         return {"bytes": sum(sizes.values()), **result["costs"]}
 
     def reshard(self) -> None:
-        """Load the newest checkpoint into other numbers of processes."""
+        """Load the newest checkpoint with other numbers of processes."""
         loaded: list[str] = []
         problems: list[str] = []
         refused: list[str] = []
@@ -205,7 +206,7 @@ class Drill:
                 result = self.child(ranks, "reload")
                 reason = result.get("refused")
             if reason:
-                refused.append(f"{ranks} cannot: {reason}")
+                refused.append(f"not by {ranks}: {reason}")
                 continue
             wrong_tensors = differing(result["digests"], self.saved[str(result["step"])])
             if wrong_tensors:
@@ -221,7 +222,7 @@ class Drill:
         self.judge("reshard", not problems if loaded else None, measured)
 
     def judge(self, name: str, passed: bool | None, measured: str) -> None:
-        """Add one of the checks in `WANTED`."""
+        """Add a check of `WANTED` to the stage."""
         advice = "" if passed is None else ADVICE[name]
         self.stage.check(name, passed, measured=measured, wanted=WANTED[name], advice=advice)
 
@@ -231,21 +232,21 @@ class Drill:
 
 
 def other_sizes(ranks: int, device: str) -> list[int]:
-    """Return other numbers of processes to load into; none where there can be only one."""
+    """Return other numbers of processes to load with; [] if there can be only one."""
     if ranks == 1:
         return []
-    # On a CPU one more process is possible, on GPUs there are no more.
+    # On a CPU one more process is possible; there are no more GPUs.
     another = ranks + 1 if device == "cpu" else ranks // 2
     return sorted({1, another} - {ranks})
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Return the loss by step; None where it was not finite."""
+    """Return the loss by step; None if it was not finite."""
     return {record["step"]: record["loss"] for record in read_records(run_dir)}
 
 
 def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
-    """Return the seconds of each phase of a restart, and of all phases, from its moments."""
+    """Return the seconds of each phase of a restart, and their total, from the times of events."""
     seconds: dict[str, float] = {}
     began = killed_at
     for phase in RESTART:
@@ -256,10 +257,9 @@ def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
 
 
 def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str]:
-    """Compare the same steps, taken twice; return the problems, and what is the same.
+    """Compare the same steps, taken twice; return the problems, and a text about what is the same.
 
-    Kernels that are not deterministic (not `exact`) may give other bits, so that only the losses
-    are compared then, and only roughly.
+    If kernels are not deterministic (not `exact`), only losses are compared, with a tolerance.
     """
     losses_again = [again.losses.get(step, math.nan) for step in first.losses]
     relative = differences(losses_again, first.losses.values()).max()
@@ -279,7 +279,7 @@ def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str
 
 
 def differing(digests: Digests, expected: Digests) -> str:
-    """Say which tensors are missing, new or not the same bit for bit; empty if none is."""
+    """Describe tensors that are missing, new or not equal bit for bit; "" if there are none."""
     names = sorted({name for name, _ in digests.items() ^ expected.items()})
     if not names:
         return ""
@@ -287,10 +287,10 @@ def differing(digests: Digests, expected: Digests) -> str:
 
 
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
-    """Return the seconds between saves that lose the least time (Young, 1974; Daly, 2006).
+    """Return the optimal seconds between saves (Young, 1974; Daly, 2006).
 
-    `cost` is the seconds that a save blocks training, `failures` the mean seconds between two
-    failures. Never below `least`, the seconds until a save is published.
+    A save blocks training for `cost` seconds; `failures` are the mean seconds between failures. The
+    result is at least `least`, the seconds until a save is published.
     """
     return max(math.sqrt(2 * cost * failures), least)
 
@@ -302,7 +302,7 @@ def lost_fraction(interval: float, cost: float, restart: float, failures: float)
 
 
 def conclude(stage: Stage) -> None:
-    """Say what saving and restarting cost, and advise how often to save."""
+    """Report the costs of saving and restarting, and recommend how often to save."""
     figures = stage.figures
     size = in_units(figures["bytes"])
     say(f"a save of {size} blocks training for {describe(figures['blocked_seconds'])}")
@@ -314,7 +314,7 @@ def conclude(stage: Stage) -> None:
 
 
 def advise_interval(stage: Stage) -> None:
-    """Advise how often to save, if that is far from the setting."""
+    """Recommend how often to save, if the setting is far from the optimum."""
     config = stage.config
     figures = stage.figures
     step = figures["step_seconds"]["median"]
@@ -335,17 +335,17 @@ def advise_interval(stage: Stage) -> None:
     lost_now = f"{lost_fraction(interval, blocked, restart, failures):.2%}"
     often = f"save every {best_steps} steps"
     say(f"with a failure every {hours:g} h, {often}: {lost} of the time is lost")
-    # Within a factor of two of the best interval little more is lost.
+    # Within a factor of two of the best interval, hardly more time is lost.
     if interval >= published and 0.5 <= interval / best <= 2:
         return
-    why = f"{lost} of the time is lost then, {lost_now} as it is"
+    why = f"loses {lost} of the time, instead of {lost_now} now"
     if interval < published:
-        why = f"a save takes longer than the {steps} steps between two, and waits"
+        why = f"a save takes longer than the {steps} steps between saves, so training waits"
     # Two digits are enough: 490 rather than 487 steps.
     unit = 10 ** max(0, len(str(best_steps)) - 2)
     rounded = math.ceil(best_steps / unit) * unit
     if rounded >= config.train.steps:
-        why = f"this run of {config.train.steps} steps then saves only at its end; {why}"
+        why = f"this run of {config.train.steps} steps then saves only at its end, and {why}"
     advise(stage, f"--checkpoint.every {rounded}: {why}")
     recommend(stage, "checkpoint.every", rounded)
 

@@ -1,4 +1,4 @@
-"""report.html: what a run and the stages of the workflow have found, on one page."""
+"""Write report.html, with the results of a run and of the workflow's stages on one page."""
 
 import base64
 import math
@@ -21,17 +21,17 @@ from .stage import PACKAGE
 from .timing import spread
 
 JsonObject = dict[str, Any]
-# A curve of a long run is thinned out to about this many points.
+# Curves of long runs are reduced to about this many points.
 POINTS = 2000
 SAMPLES = 4
 METRICS_DRAWN = 6
 OPERATORS_DRAWN = 8
-# How the page calls the modes of --compile.mode.
+# Labels for the modes of --compile.mode.
 COMPILED = {"blocks": "block by block", "full": "as a whole"}
 
 
 class Sample(NamedTuple):
-    """A sample of the model's output: a text, or an image as a data: address."""
+    """A sample of the model's output: text, or an image as a data: URL."""
 
     title: str
     text: str = ""
@@ -39,7 +39,10 @@ class Sample(NamedTuple):
 
 
 def publish_report(run_dir: Path) -> Path:
-    """Write RUN_DIR/report.html; UserError if nothing is there, RankError if it cannot be shown."""
+    """Write RUN_DIR/report.html and return its path.
+
+    Raises UserError if there is nothing to report, RankError if the page cannot be rendered.
+    """
     notes: list[str] = []
     sections = {name: section(run_dir, name) for name in STAGES}
     records = read_metrics(run_dir / METRICS, notes)
@@ -47,10 +50,11 @@ def publish_report(run_dir: Path) -> Path:
     settings = read(run_dir / "config.json", notes)
     measured = any(each["status"] != "not_run" for each in sections.values())
     if not (records or notes or run or measured):
-        raise UserError(f"nothing to report in {run_dir}: first `{command_for('train', run_dir)}`")
+        first = command_for("train", run_dir)
+        raise UserError(f"there is nothing to report in {run_dir}: run `{first}` first")
     template = page_template()
     newest = max(sections.values(), key=lambda each: each.get("measured_at", ""))
-    # A file may be damaged in any way, and some of it shows only when the page is rendered.
+    # A file may be damaged in any way, and some damage shows only when the page is rendered.
     with reading(run_dir):
         page = template.render(
             name=run_dir.name,
@@ -81,8 +85,8 @@ def page_template() -> Template:
 
 
 def read(path: Path, notes: list[str]) -> JsonObject:
-    """Read a JSON file; {} if there is none, or a damaged one, which is noted."""
-    # A broken link is noted, too: it exists for lexists.
+    """Read a JSON file; {} if it is missing or damaged; damage is added to `notes`."""
+    # lexists, so that a broken link is noted, too.
     if not os.path.lexists(path):
         return {}
     try:
@@ -95,13 +99,13 @@ def read(path: Path, notes: list[str]) -> JsonObject:
 def last_status(run: JsonObject, records: list[JsonObject]) -> JsonObject:
     """Return the content of status.json, or the last step of a run that may still be running."""
     if run.get("status") == "running" and records:
-        # A running or killed run has written there only where it began or resumed.
-        return {"status": "running or killed, last heard of", "step": records[-1]["step"]}
+        # status.json has only the step at which the run started or resumed.
+        return {"status": "running or killed, last record", "step": records[-1]["step"]}
     return run
 
 
 def last_validation(records: list[JsonObject]) -> list[JsonObject]:
-    """Return the last record with a validation, in a list that is empty without one."""
+    """Return a list with the last record of a validation; [] if there is none."""
     validated = [record for record in records if "validation_loss" in record]
     return validated[-1:]
 
@@ -139,7 +143,7 @@ def read_sample(path: Path) -> Sample:
 
 
 def section(run_dir: Path, name: str) -> JsonObject:
-    """Return what the page shows of a stage, whatever state its file is in."""
+    """Return the page's content for a stage, even if its file is missing or damaged."""
     about, _, _ = STAGES.get(name, "").partition(":")
     page = {"about": about, "command": command_for(name, run_dir)}
     try:
@@ -153,8 +157,8 @@ def section(run_dir: Path, name: str) -> JsonObject:
         problem, _, _ = str(error).partition(": measure again")
         return page | {"status": "damaged", "problem": problem}
     except Exception as error:
-        # The file is whole, but its content may be anything.
-        problem = f"its figures are damaged or of an older version of this project ({error!r})"
+        # The file is complete, but its values may be invalid.
+        problem = f"its results are damaged or from an older version of this project ({error!r})"
         return page | {"status": "damaged", "problem": problem}
     return page | content | {"rates": rates, "pictures": pictures}
 
@@ -176,7 +180,7 @@ def rates_of(name: str, content: JsonObject) -> list[plots.Bar]:
 
 def rate(label: str, batch: int, seconds: JsonObject) -> plots.Bar:
     """Convert a spread of seconds per step into samples/s."""
-    # The step that takes longest has the lowest rate: the percentiles change sides.
+    # The longest step has the lowest rate, so the percentiles are swapped.
     return plots.Bar(
         label,
         value=batch / seconds["median"],
@@ -191,7 +195,7 @@ def pictures_of(name: str, figures: JsonObject) -> list[plots.Picture]:
         return [operators_picture(figures)]
     if name == "scale":
         return scale_pictures(figures)
-    # Of the other stages only the drill has an interval, unless one of its processes failed.
+    # Only the checkpoint stage has an interval, unless one of its processes failed.
     if "interval_seconds" in figures:
         return [recovery_picture(figures)]
     return []
@@ -203,7 +207,7 @@ def operators_picture(figures: JsonObject) -> plots.Picture:
     for operator in figures.get("operators", [])[:OPERATORS_DRAWN]:
         label = operator["name"]
         if len(label) > 28:
-            # Keep both ends: an operator and its backward differ in the last letters.
+            # Keep both ends, since an operator and its backward differ in their last letters.
             label = f"{label[:17]}…{label[-10:]}"
         rows.append(plots.Bar(label, 100 * operator["share"]))
     unit = "% of a step, self time"
@@ -223,7 +227,7 @@ def scale_pictures(figures: JsonObject) -> list[plots.Picture]:
 
 
 def recovery_picture(figures: JsonObject) -> plots.Picture:
-    """Draw how long saves and restarts take."""
+    """Draw the times of saves and restarts."""
     restart = figures["restart_seconds"]
     rows = [
         plots.Bar("blocked by a save", figures["blocked_seconds"]["median"]),
@@ -233,7 +237,7 @@ def recovery_picture(figures: JsonObject) -> plots.Picture:
         rows.append(plots.Bar(f"restart: {description}", restart[phase]))
     rows.append(plots.Bar("verify and load", figures["restore_seconds"]))
     rows.append(plots.Bar("from a kill to the next step", restart["total"]))
-    title = "What saving and restarting cost"
+    title = "Time of saves and restarts"
     return plots.picture(title, plots.bars, rows, "seconds", plots.in_time)
 
 
@@ -262,10 +266,10 @@ def metric_picture(name: str, records: list[JsonObject]) -> plots.Picture:
 
 
 def run_rate(records: list[JsonObject]) -> list[plots.Bar]:
-    """Return the throughput of the training run, in a list that is empty without records of it."""
+    """Return a list with the throughput of the training run; [] without records of it."""
     rates: list[float] = []
     for record in records:
-        # A record without a rate, or with a rate of 0, says nothing.
+        # Skip records without a rate, or with a rate of 0.
         if record.get("samples_per_second"):
             rates.append(record["samples_per_second"])
     if not rates:
@@ -275,9 +279,9 @@ def run_rate(records: list[JsonObject]) -> list[plots.Bar]:
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
-    """Read metrics.jsonl; of a long file, one record of each of `POINTS` slices.
+    """Read metrics.jsonl; of a long file, only one record from each of `POINTS` slices.
 
-    Records with a validation are thinned out separately. Damaged lines are left out, with a note.
+    Records with a validation are reduced separately. Damaged lines are counted in `notes`.
     """
     if not path.is_file():
         return []
@@ -294,8 +298,8 @@ def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
                 slice_index = POINTS * lines.tell() // size
                 kept[validated, slice_index] = values
             elif line.endswith(b"\n"):
-                # Only a whole line counts as damaged: the last one may still be being written.
+                # An incomplete last line may still be being written, so it does not count.
                 damaged += 1
     if damaged:
-        notes.append(f"{path.name}: damaged lines, left out here: {damaged}")
+        notes.append(f"{path.name}: {damaged} damaged lines are left out")
     return sorted(kept.values(), key=lambda record: record["step"])

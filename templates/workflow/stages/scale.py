@@ -1,7 +1,7 @@
-"""The scale stage: what more processes bring and cost, and whether the results stay the same.
+"""Measure speed, memory and results on several numbers of processes: the scale stage.
 
-Each number of processes is started separately and measures itself: `python -m` this module FOLDER
-reads FOLDER/settings.json and writes FOLDER/RANKS.json.
+Each number of processes is started separately: `python -m` this module FOLDER reads
+FOLDER/settings.json and writes FOLDER/RANKS.json.
 """
 
 import contextlib
@@ -30,29 +30,32 @@ from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import differences, peak_memory, record_steps
 
-TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}  # relative
-# Of the memory: the rest is for fragments and what others allocate.
+# Allowed relative differences.
+TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}
+# The usable fraction of memory; the rest is for fragmentation and other programs.
 ROOM = 0.95
-# Efficiency between GPUs of one machine.
+# The required weak-scaling efficiency between GPUs of one machine.
 LEAST_WEAK = 0.8
-TIMEOUT = 3600.0  # seconds for one number of processes
-# Steps whose losses are compared.
+# Time limit in seconds for one number of processes.
+TIMEOUT = 3600.0
+# The number of steps whose losses are compared.
 COMPARED = 12
-# Timed steps, and seconds for them where steps are slow.
+# The maximum number of timed steps, and seconds for them if steps are slow.
 TIMED = 30
 SECONDS = 3.0
 LESS_MEMORY = (
-    "--train.activation-checkpointing, a smaller --train.micro-batch-size, what `fit` says"
+    "--train.activation-checkpointing, a smaller --train.micro-batch-size, or settings from `fit`"
 )
 WHAT_RANKS_SHARE = (
-    "for more work between synchronisations raise --train.micro-batch-size and the global batch; "
+    "raise --train.micro-batch-size and the global batch for more work between synchronizations; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
 )
-Records = dict[int, dict[str, Any]]  # by the number of processes
+# Results by number of processes.
+Records = dict[int, dict[str, Any]]
 
 
 def measure(config: StageConfig) -> int:
-    """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
+    """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("scale", config)
     device = pick_device(config.device)
     cores = usable_cores()
@@ -70,24 +73,27 @@ def measure(config: StageConfig) -> int:
             raise
         failed = f"{named(sizes[len(records)], 'process')} ran out of memory"
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
-        advise(stage, f"a model that no device can hold needs FSDP: {change_to('FSDP')}")
+        advise(stage, f"a model that does not fit on a device needs FSDP: {change_to('FSDP')}")
         return stage.close()
     if most > 1:
-        print("     this does not predict scaling across machines, whose network is slower")
+        print("     note: scaling across machines, with a slower network, is not measured")
     judge_losses(stage, records, reason)
     if not reason and device.type == "cpu" and most > cores:
-        reason = f"{most} ranks take turns on {named(cores, 'core')}"
+        reason = f"{most} ranks compete for {named(cores, 'core')}"
     for scaling in ("strong", "weak"):
         judge_efficiency(stage, scaling, records, reason, device.type)
     judge_memory(stage, records, device)
     batch = config.train.global_batch_size
-    advise(stage, f"learning rate: leave it, the global batch is {batch} on any number of ranks")
+    advise(
+        stage,
+        f"keep the learning rate, since the global batch is {batch} on any number of ranks",
+    )
     stage.figures["ranks"] = records
     return stage.close()
 
 
 def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], str]:
-    """Return 1, 2, 4 ... and the most processes to start; also why only 1, if so."""
+    """Return 1, 2, 4 ... up to the maximum number of processes and, if it is 1, the reason."""
     most, reason = most_ranks(config, device)
     sizes = [1]
     ranks = 2
@@ -101,7 +107,7 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
 
 
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
-    """Start this many processes; return what they measure."""
+    """Start this many processes; return their measurements."""
     print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
     record = run_task(
         "scale", folder, str(ranks), ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
@@ -115,14 +121,14 @@ def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     """Check that the first steps give the same losses and gradients on any number of ranks.
 
-    `reason` says why that cannot be checked, if so.
+    `reason` is "" or the reason why that cannot be checked.
     """
     one = records[1]
-    # Dropout and batch statistics are off, so only the order of sums differs.
+    # Dropout and batch statistics are off, so only the order of summation differs.
     text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
     wanted = text.format(**TOLERANCE)
     if one["random"]:
-        reason = "not applicable: the model draws random numbers, by rank, in evaluation too"
+        reason = "not applicable: the model draws random numbers in evaluation, too"
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
@@ -132,8 +138,8 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
             difference = float(differences(one[name], record[name]).max())
             largest[name] = max(largest[name], difference)
     measured = f"{len(one['losses'])} steps on 1 to {max(records)} ranks: {text.format(**largest)}"
-    advice = "look for what depends on the rank, or on how a batch is divided: a mean where "
-    advice += "compute_loss must return a sum, statistics of a batch, files read by rank"
+    advice = "look for code that depends on the rank or on how a batch is split: compute_loss "
+    advice += "with a mean instead of a sum, statistics of a batch, files that differ by rank"
     passed = all(largest[name] <= limit for name, limit in TOLERANCE.items())
     stage.check("same_losses", passed, measured=measured, wanted=wanted, advice=advice)
 
@@ -141,9 +147,9 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
 def judge_efficiency(
     stage: Stage, scaling: str, records: Records, reason: str, device: str
 ) -> None:
-    """Check a rank's samples/s relative to one process's; without GPUs only record it.
+    """Check the efficiency relative to one process; without GPUs only record it.
 
-    `scaling` is "strong" (the same global batch) or "weak" (a batch for each rank).
+    `scaling` is "strong" (the same global batch) or "weak" (a global batch per rank).
     """
     most = max(records)
     one = Interval(*records[1][scaling]["interval"])
@@ -151,7 +157,7 @@ def judge_efficiency(
     shown: list[str] = []
     for ranks in sorted(records)[1:]:
         step = Interval(*records[ranks][scaling]["interval"])
-        # Each of n ranks ideally needs 1/n of the time for the same global batch.
+        # Ideally, n ranks need 1/n of the time for the same global batch.
         times = ranks if scaling == "strong" else 1
         efficiency = one.value / (times * step.value)
         low = one.low / (times * step.high)
@@ -181,42 +187,44 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         capacity = torch.cuda.get_device_properties(device).total_memory
-        # What all ranks take of one device's memory.
+        # Each rank has its own device.
         totals = peaks
     else:
         capacity = free_host_memory()
         totals = {ranks: ranks * peak for ranks, peak in peaks.items()}
     texts = [f"{named(ranks, 'rank')} {in_units(peak)}" for ranks, peak in peaks.items()]
-    measured = f"a rank's peak: {', '.join(texts)}, of {in_units(capacity)}"
+    measured = f"peak per rank: {', '.join(texts)}, of {in_units(capacity)}"
     if on_gpu:
-        # There are models that `fit` cannot follow.
+        # `fit` cannot simulate all models.
         with contextlib.suppress(Exception):
             counted = [in_units(foretold(stage.config, ranks)) for ranks in peaks]
-            measured += f"; `fit` counts {', '.join(counted)}"
+            measured += f"; `fit` predicts {', '.join(counted)}"
     else:
-        measured += " that all ranks share"
+        measured += " shared by all ranks"
     passed = max(totals.values()) <= ROOM * capacity
     wanted = f"at most {ROOM:.0%} of the memory"
     stage.check("memory", passed, measured=measured, wanted=wanted, advice=f"try {LESS_MEMORY}")
     fits_ddp = passed
     if parallel.SHARDED:
-        # One process holds all of the state, as each rank does under DDP.
+        # One process holds the whole state, as each rank does with DDP.
         ranks_per_memory = 1 if on_gpu else max(peaks)
         fits_ddp = ranks_per_memory * peaks[1] <= ROOM * capacity
     rendered = "FSDP" if parallel.SHARDED else "DDP"
     advised = "DDP" if fits_ddp else "FSDP"
-    end = "; as rendered" if advised == rendered else f". For it: {change_to(advised)}"
-    advise(stage, f"{advised}: one process, with the whole state, takes {in_units(peaks[1])}{end}")
+    end = ", which this project uses" if advised == rendered else f": {change_to(advised)}"
+    advise(
+        stage, f"one process with the whole state needs {in_units(peaks[1])}: use {advised}{end}"
+    )
 
 
 def change_to(name: str) -> str:
-    """Return the command that renders this project for DDP, or FSDP."""
+    """Return the command that changes this project to DDP or FSDP."""
     answer = json.dumps({"parallelism": name.lower()})
     return f"cruft update --variables-to-update '{answer}'"
 
 
 def main() -> int:
-    """Measure on as many ranks as this process was started with."""
+    """Measure on the ranks of this process group, and write the result."""
     folder = Path(sys.argv[1])
     config = load(folder / "settings.json", StageConfig)
     world = join(config.parallel, config.device)
@@ -232,11 +240,11 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     state = setup(config, world)
     group = Group(world)
     step_seconds = record_steps(state, 3).seconds[-1]
-    # Rank 0 decides for all, as ranks must take equally many steps.
+    # Rank 0 decides, since all ranks must take the same number of steps.
     steps = int(np.clip(SECONDS / group.broadcast(step_seconds), 10, TIMED))
     strong = time_steps(state, steps)
     weak = strong
-    # Before the larger batch and float32, which take more.
+    # Read the peak before the larger batch and float32, which need more memory.
     peak = max(group.gather(peak_memory(world.device)))
     del state
     gc.collect()
@@ -252,7 +260,7 @@ def examine(config: Config, world: World) -> dict[str, Any]:
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
-    """Time a state that has taken its first steps."""
+    """Time steps of a state that is warmed up."""
     interval = median_interval(record_steps(state, steps).seconds)
     state.loader.close()
     rate = state.config.train.global_batch_size / interval.value
@@ -265,10 +273,10 @@ def has_drawn(state: State) -> bool:
     seed = state.config.train.seed
     generators: list[Any] = [torch]
     if device.type != "cpu":
-        # The module of this kind of device, as torch.cuda.
+        # The module of this device type, such as torch.cuda.
         generators.append(torch.get_device_module(device))
     after = [generator.get_rng_state() for generator in generators]
-    # The seed of a step's start: only drawing can have changed the state since.
+    # Seed as at the start of the step: if the states differ, the step has drawn numbers.
     seed_random(seed, STEP, state.step - 1, state.world.rank, device=device)
     before = [generator.get_rng_state() for generator in generators]
     for state_before, state_after in zip(before, after, strict=True):
@@ -280,11 +288,11 @@ def has_drawn(state: State) -> bool:
 def compare(config: Config, world: World) -> dict[str, Any]:
     """Return losses and gradient norms of the first steps, and whether they draw random numbers.
 
-    In float32 and in evaluation mode: dropout and batch statistics depend on how the batch is
-    divided among ranks.
+    The steps run in float32 and in evaluation mode, since dropout and batch statistics depend on
+    how the batch is divided among ranks.
     """
     state = setup(override(config, {"train.precision": "fp32"}), world)
-    # TF32's rounding also depends on how the batch is divided. Without it until the next setup.
+    # TF32's rounding depends on how the batch is divided, too: disable it until the next setup.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     state.module.eval()

@@ -1,6 +1,6 @@
-"""Read a trace of torch.profiler back, and divide each step's time into parts.
+"""Read a trace of torch.profiler, and divide each step's time into categories (`PARTS`).
 
-Traces are JSON in Chrome's trace event format. Each moment of a step belongs to one part.
+Traces are JSON in Chrome's trace event format. Each moment of a step belongs to one category.
 """
 
 import gzip
@@ -19,41 +19,40 @@ PARTS = ("data", "host", "kernels", "communication", "copies")
 HOST = PARTS.index("host")
 COMMUNICATION = PARTS.index("communication")
 
-# The times come from the trace that torch.profiler writes, JSON in Chrome's trace event format:
-# complete events ("ph": "X") have a category, a name, a thread, a start and a duration in
-# microseconds. Each moment of a step belongs to one part: of all events that cover it, the one that
-# comes first in ON_GPU or ON_CPU decides; a moment without any is the host's. So the parts add up
-# to the step, and communication is only what no kernel hides.
+# In a trace, complete events ("ph": "X") have a category, a name, a thread, a start and a duration
+# in microseconds. Of all events that cover a moment of a step, the one that comes first in ON_GPU
+# or ON_CPU decides; a moment without any event belongs to the host. So the parts add up to the
+# step, and communication counts only while no kernel runs.
 
-# What follows matches an event's label, "CATEGORY NAME", with the names of torch 2.13.
-# A step, on the thread that trains.
+# The following patterns match an event's label, "CATEGORY NAME", with the names of torch 2.13.
+# A step, on the training thread.
 STEP = "user_annotation ProfilerStep#"
-# The compiler compiled something; this is a name without its category.
+# A compilation; this is a name without a category.
 COMPILATION = "_compile.compile_inner (dynamo_timed)"
 # The name of the annotation around compiled code.
 COMPILED = "## Call CompiledFxGraph"
-# Events that count on any thread; all others count on the thread that trains.
+# Events that count on any thread; all others count only on the training thread.
 ON_ANY_THREAD = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")
-# Parts and the pattern of their events, the strongest first.
+# Parts and the patterns of their events, in order of precedence.
 ON_GPU = (
     # NCCL's collectives are kernels, too.
     ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
     ("communication", "kernel "),
     ("copies", "gpu_memcpy "),
-    # The loader works, or waits for its workers.
+    # The loader reads, or waits for its workers.
     ("data", f"user_annotation {WAITING}$"),
 )
 ON_CPU = (
     ("data", f"user_annotation {WAITING}$"),
-    # Also inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
+    # This may be inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
     ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
-    # Nodes of autograd run operators, and hooks that may wait.
+    # Autograd nodes are excluded, since they also run hooks that may wait.
     ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
-    # `gloo:all_reduce` is on a thread of gloo's, from the call to the end of the collective. The
-    # training thread waits for it inside no operator.
+    # `gloo:all_reduce` is on a thread of gloo, from the call to the end of the collective. The
+    # training thread waits for it outside any operator.
     ("communication", r"\w+ (gloo|mpi|ucc):"),
 )
-# Microseconds by which the ends of two adjacent events may differ.
+# The ends of adjacent events may differ by this many microseconds.
 ROUNDING = 1e-3
 
 
@@ -61,23 +60,23 @@ class Event(NamedTuple):
     """A complete event of a trace, with times in microseconds."""
 
     name: str
-    # "CATEGORY NAME", which the patterns above match.
+    # "CATEGORY NAME", for the patterns above.
     label: str
-    # Process and thread; for an event on a GPU, the device and the stream.
+    # Process and thread; for an event on a GPU, device and stream.
     thread: tuple[int | str, int | str]
     start: float
     end: float
 
 
 class Claim(NamedTuple):
-    """An event that claims its time for a part of the step."""
+    """An event and the part to which its time is assigned."""
 
     part: str
     event: Event
 
 
 class HostGap(NamedTuple):
-    """An interval in which only the host works, in microseconds; longer gaps compare as larger."""
+    """An interval in microseconds in which only the host works; longer gaps compare as larger."""
 
     length: float
     start: float
@@ -85,7 +84,7 @@ class HostGap(NamedTuple):
 
 
 class NamedGap(NamedTuple):
-    """Seconds in which only the host works, and the operators before and after."""
+    """A gap in which only the host works, in seconds, and the operators before and after it."""
 
     seconds: float
     after: str
@@ -93,7 +92,7 @@ class NamedGap(NamedTuple):
 
 
 class Operator(TypedDict):
-    """An operator of the traced steps, by torch's own account."""
+    """An operator of the traced steps, according to torch's averages."""
 
     name: str
     self_seconds: float
@@ -103,20 +102,20 @@ class Operator(TypedDict):
 
 
 class Breakdown(NamedTuple):
-    """Where the time of the traced steps went."""
+    """The time of the traced steps by part, with compilations, gaps and operators."""
 
-    # [steps, parts], in the order of `PARTS`.
+    # The shape is [steps, parts], in the order of `PARTS`.
     seconds: np.ndarray
     compilations: int
-    # Whether the trace shows a GPU at work.
+    # Whether the trace has events on a GPU.
     device: bool
     longest_gap: NamedGap
-    # The one with the most time first.
+    # Sorted by time, the largest first.
     operators: list[Operator]
 
     @property
     def fractions(self) -> dict[str, float]:
-        """The fraction of each part in all steps together; they add up to 1."""
+        """The fraction of time of each part over all steps; fractions add up to 1."""
         seconds = self.seconds.sum(axis=0)
         fractions = (seconds / seconds.sum()).tolist()
         return dict(zip(PARTS, fractions, strict=True))
@@ -128,21 +127,21 @@ class Breakdown(NamedTuple):
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """Read the complete events of a .json.gz that torch.profiler wrote."""
+    """Read the complete events of a .json.gz trace of torch.profiler."""
     with gzip.open(path, "rt", encoding="utf-8") as file:
         events = json.load(file)["traceEvents"]
     return [event for event in events if event.get("ph") == "X"]
 
 
 def breakdown(trace: list[dict[str, Any]], averages: Iterable[Any] = ()) -> Breakdown:
-    """Divide the steps of a trace into `PARTS`; ValueError if it holds no step.
+    """Divide the time of the steps of a trace into `PARTS`; ValueError if it has no steps.
 
-    `trace` holds events as `read_trace` returns them, `averages` are torch's of the same steps.
+    `trace` has events from `read_trace`; `averages` are torch's averages of the same steps.
     """
     events = [parse_event(event) for event in trace]
     steps = [event for event in events if event.label.startswith(STEP)]
     if not steps:
-        raise ValueError("it holds no step")
+        raise ValueError("it has no steps")
     steps.sort(key=lambda step: step.start)
     counted: list[Event] = []
     for event in events:
@@ -151,7 +150,7 @@ def breakdown(trace: list[dict[str, Any]], averages: Iterable[Any] = ()) -> Brea
     device = any(event.label.startswith(("kernel ", "gpu_mem")) for event in counted)
     claims = claim_time(counted, ON_GPU if device else ON_CPU)
     seconds, gaps = divide(steps, claims)
-    # The median of the steps' longest gaps: what happened only once says nothing.
+    # Use the median of the steps' longest gaps, since a gap that occurs only once is not typical.
     typical = sorted(gaps)[len(gaps) // 2]
     return Breakdown(
         seconds=seconds,
@@ -174,7 +173,7 @@ def parse_event(event: dict[str, Any]) -> Event:
 
 
 def claim_time(events: list[Event], rules: tuple[tuple[str, str], ...]) -> list[Claim]:
-    """Match events with the rules, the weakest rule first; an event may match several."""
+    """Match events with the rules, lowest precedence first; an event may match several rules."""
     claims: list[Claim] = []
     for part, pattern in reversed(rules):
         for event in events:
@@ -186,11 +185,11 @@ def claim_time(events: list[Event], rules: tuple[tuple[str, str], ...]) -> list[
 def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[HostGap]]:
     """Return the seconds of each step and part, and the longest gap of each step.
 
-    Where claims overlap, the later one in the list counts.
+    If claims overlap, the later one in the list wins.
     """
     claimed = times_of([claim.event for claim in claims])
     step_times = times_of(steps)
-    # Nothing starts or ends between two neighbouring edges: such an interval has one owner.
+    # No event starts or ends between two adjacent edges, so each such interval has one owner.
     edges = np.unique(np.append(step_times, claimed))
     owners = np.full(len(edges) - 1, HOST)
     for claim, (first, last) in zip(claims, np.searchsorted(edges, claimed), strict=True):
@@ -207,12 +206,12 @@ def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[Ho
 
 
 def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
-    """Find the longest run of intervals of a step that the host owns; its length is 0 without one.
+    """Find the longest run of intervals of a step that the host owns; without one, its length is 0.
 
-    Interval i lies between edges i and i + 1.
+    Interval i is between edges i and i + 1.
     """
     longest = HostGap(0.0, 0.0, 0.0)
-    # With a False at both ends, each run of the host has one change before it and one after it.
+    # With False added at both ends, each run has one change before it and one after it.
     idle = np.concatenate([[False], owners == HOST, [False]])
     changes = np.flatnonzero(np.diff(idle))
     for start, end in edges[changes].reshape(-1, 2).tolist():
@@ -221,7 +220,7 @@ def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
 
 
 def name_gap(gap: HostGap, claims: list[Claim]) -> NamedGap:
-    """Name the operators that ended last before a gap and started first after it."""
+    """Name the last operator before a gap, and the first one after it."""
     work = [claim.event for claim in claims if claim.part != "data"]
     earlier = [event for event in work if event.end <= gap.start + ROUNDING]
     later = [event for event in work if event.start >= gap.end - ROUNDING]
@@ -235,20 +234,20 @@ def name_gap(gap: HostGap, claims: list[Claim]) -> NamedGap:
 
 
 def times_of(events: list[Event]) -> np.ndarray:
-    """Return the starts and ends of events, [events, 2], in microseconds."""
+    """Return the starts and ends of events in microseconds, shape [events, 2]."""
     times = [(event.start, event.end) for event in events]
     return np.array(times, dtype=float).reshape(-1, 2)
 
 
 def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[Operator]:
-    """List the operators of traced steps that took `seconds`, the one with the most time first.
+    """List the operators of traced steps, which took `seconds`, sorted by self time.
 
-    Their time is the one on the GPU if the trace shows a `device`, else their own on the CPU.
+    The time is that on the GPU if the trace has a `device`, else that on the CPU.
     """
     operators: list[Operator] = []
     for average in averages:
         if average.device_type != torch.autograd.DeviceType.CPU:
-            # The time of a kernel counts for the operator that launched it.
+            # A kernel's time is counted for the operator that launched it.
             continue
         if average.is_user_annotation and not average.key.startswith(COMPILED):
             continue

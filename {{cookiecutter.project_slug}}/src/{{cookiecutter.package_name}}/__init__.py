@@ -14,11 +14,12 @@ def load_trained(
 ) -> tuple[Any, Any, Any]:
     """Return a run's model in evaluation mode, the spec of its data, and its settings.
 
-    `step` is a number or "best" (by validation); by default it is the newest good checkpoint.
-    `weights` are "last" or "ema". `base`: where the frozen weights are now that --checkpoint.frozen
-    no left out, if they have moved. In one process. UserError when there is no such run or step.
+    `step` is a number or "best" (by validation); the default is the newest good checkpoint.
+    `weights` is "last" or "ema". `base` is the new path of frozen weights that the checkpoint left
+    out (--checkpoint.frozen no), if they have moved. The model is loaded in this one process.
+    Raises UserError when there is no such run or step.
     """
-    # Not imported with the package, whose commands start without torch.
+    # Imported here, so that importing the package does not import torch.
     from . import device as devices
     from .checkpoint.transfer import load_weights
     from .config import load, spec_from_json
@@ -36,7 +37,8 @@ def load_trained(
     config = load(run_dir / "config.json")
     try:
         spec = spec_from_json(read_json(run_dir / "spec.json"))
-    except Exception:  # a run of an earlier release has none, and {} is of one that is not plain
+    # Runs of earlier releases have no spec.json, and it is {} if the spec is not plain data.
+    except Exception:
         _, _, spec = build_datasets(config)
     model = build_model(config, spec)
     loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)

@@ -19,20 +19,24 @@ from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
-TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")  # of srun, of mpirun
+# Where srun and mpirun put the number of processes that they start.
+TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def train(arguments: list[str]) -> int:
     """Train, or continue to train: the same command resumes an interrupted run."""
-    gc.disable()  # it would look through what is imported, over and over: a quarter of the start
+    # Garbage collection would scan the imported modules again and again: a quarter of the start.
+    gc.disable()
     from .config import Config
     from .distributed.stop import TO_BE_RESTARTED
     from .run.summary import summary
     from .train import run
 
     config = parse("train", Config, arguments)
-    make_lenient(sys.stdout)  # for what callbacks print
-    import torch._dynamo  # noqa: F401 - an optimizer imports it, and it is large
+    # Callbacks may print to a pipe that nobody reads any more.
+    make_lenient(sys.stdout)
+    # Optimizers import this large module anyway; imported now, it is frozen with the rest.
+    import torch._dynamo  # noqa: F401
 
     gc.freeze()
     gc.enable()
@@ -55,7 +59,7 @@ def verify(arguments: list[str]) -> int:
 
 
 def export(arguments: list[str]) -> int:
-    """Write a checkpoint as a file (.pt, .safetensors, .pt2), or such a .pt as a run to resume."""
+    """Export a checkpoint to a file (.pt, .safetensors, .pt2), or turn a .pt back into a run."""
     from .config import RunLocation
 
     name = ".huggingface" if (HERE / "huggingface.py").exists() else ".checkpoint.transfer"
@@ -76,7 +80,7 @@ def export(arguments: list[str]) -> int:
 
 
 def infer(arguments: list[str]) -> int:
-    """Use a trained model, in one plain process, however many saved it."""
+    """Use a trained model in one process, whatever number of ranks saved it."""
     import torch
 
     from . import infer as task
@@ -89,11 +93,11 @@ def infer(arguments: list[str]) -> int:
         """The run, its checkpoint, and the input."""
 
         step: Step = None
-        """Step of the checkpoint, or "best" by validation; else the newest good one."""
+        """Step of the checkpoint, or "best" by validation (default: the newest good one)."""
         weights: Weights = "last"
         """Weights to use: the last ones, or their EMA (--optim.ema)."""
         base: Path | None = None
-        """Where the weights are now that --checkpoint.frozen no left out, if they have moved."""
+        """New path of the frozen weights that --checkpoint.frozen no left out, if they moved."""
         device: str = "auto"
         """Device: auto (a GPU if there is one), cpu, cuda, cuda:1 or mps."""
 
@@ -107,14 +111,14 @@ def infer(arguments: list[str]) -> int:
 
 
 def tokens(arguments: list[str]) -> int:
-    """Make files of tokens, with their tokenizer, of a folder of text."""
+    """Train a tokenizer on a folder of text, and write the text as token files."""
     module = importlib.import_module(".tokens", __package__)
     print(module.write_tokens(parse("tokens", module.TokensConfig, arguments)))
     return 0
 
 
 HERE = Path(__file__).parent
-# You may delete infer.py and workflow/; only some renders have tokens.py.
+# You may delete infer.py and workflow/; only some projects have tokens.py.
 OURS = {command.__name__: command for command in (train, verify, export)}
 OURS |= {c.__name__: c for c in (infer, tokens) if (HERE / f"{c.__name__}.py").exists()}
 workflow: Any = (HERE / "workflow").exists() and importlib.import_module(".workflow", __package__)
@@ -123,7 +127,10 @@ HELP |= getattr(workflow, "COMMANDS", {})
 
 
 def parse(name: str, kind: type, arguments: list[str]) -> Any:
-    """Settings of a kind from the arguments of a command; a run's start from a preset or a file."""
+    """Parse a command's arguments into settings of type `kind`.
+
+    Settings of a run start from a preset or a file, which the arguments override.
+    """
     import tyro
 
     from .config import Config, load, outweighing, override, preset
@@ -154,12 +161,12 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
         start = preset(given.preset, kind, saved)
         if given.config is not None:
             start = load(given.config, kind, start)
-        # What is typed wins, over a number of epochs in a preset, say, if it is the steps.
+        # A typed setting also drops those it competes with: --train.steps a preset's epochs.
         start = override(start, outweighing(typed))
         options = tyro.cli(kind, prog=program_name, description=about, args=rest, default=start)
         return expand_home(options)
 
-    # A config.json has all settings, so none is left to take from the run that is continued.
+    # A config.json has all settings, so the saved ones of a resumed run would change nothing.
     has_all_settings = given.config is not None and given.config.suffix != ".toml"
     if name != "train" or has_all_settings:
         return read()
@@ -167,7 +174,7 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
 
 
 def usage() -> str:
-    """The list of commands."""
+    """Return the list of commands."""
     lines = [f"usage: {PROGRAM} COMMAND [--help] [options]", ""]
     for name, about in HELP.items():
         lines.append(f"  {name:<12}{about}")
@@ -185,7 +192,7 @@ def dispatch(arguments: list[str]) -> int:
         advice = f": did you mean {near[0]}?" if near else ""
         raise UserError(f"there is no command {name!r}{advice}\n{usage()}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ("train", "profile"):
-        raise UserError(f"{name} starts the processes that it needs: run it without torchrun")
+        raise UserError(f"{name} starts its own processes: run it without torchrun")
     if "RANK" not in os.environ:
         refuse_ranks_without_torchrun()
     if name in OURS:
@@ -194,26 +201,27 @@ def dispatch(arguments: list[str]) -> int:
 
 
 def refuse_ranks_without_torchrun() -> None:
-    """UserError if srun or mpirun has started several processes."""
+    """Raise UserError if srun or mpirun has started several processes."""
     for variable in TASKS:
         if os.environ.get(variable, "1") != "1":
             raise UserError(
-                f"{variable} is {os.environ[variable]}: srun or mpirun has started processes that "
-                "know nothing of each other. Start one on each machine, and ranks by torchrun "
-                "(launch.sh)"
+                f"{variable} is {os.environ[variable]}: srun or mpirun has started several "
+                "processes, which would not work together. Let it start launch.sh once per "
+                "machine; torchrun starts the ranks there"
             )
 
 
 def main() -> int:
-    """Run a command; its exit code: 0, 1 when something is wrong, 2 for bad input."""
+    """Run a command and return its exit code: 0, 1 when something is wrong, 2 for bad input."""
     log_to_console()
-    # OpenMP's waiting threads spin, and so hold cores that other work could use. With this, which
-    # is read when torch is imported, they sleep soon. The user's own setting stays.
+    # Waiting OpenMP threads spin and so occupy cores that other work could use. With this setting,
+    # which OpenMP reads when torch is imported, they soon sleep. The user's own setting wins.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:  # less memory is lost between blocks of a GPU's
+    # Expandable segments reduce fragmentation of GPU memory.
+    if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # A name in a file may be no text. A notebook's stdout takes any, and has no such method.
+    # File names may contain bytes that cannot be encoded. A notebook's stdout has no such method.
     stdout: Any = sys.stdout
     if hasattr(stdout, "reconfigure"):
         stdout.reconfigure(errors="backslashreplace")

@@ -1,7 +1,7 @@
-"""Whether the sums of compute_loss add up: those of a batch are those of its two parts together.
+"""Check that the sums of compute_loss add up: a batch gives the total of its two halves.
 
-Accumulation and several ranks rely on it. A loss that compares the samples of a batch, or a mean,
-would train to something else in micro-batches. `baseline` judges it, and a new run warns.
+Gradient accumulation and data parallelism rely on it. A mean, or a loss that compares the samples
+of a batch, would depend on the micro-batches. `baseline` checks it, and a new run warns.
 """
 
 import contextlib
@@ -30,29 +30,29 @@ if TYPE_CHECKING:
     from .train import State
 
 log = logging.getLogger(__name__)
-# Relative. Rounding to bfloat16 is less than this, while a mean is off by a factor.
+# Relative. Rounding to bfloat16 stays below it, while a mean is off by a factor.
 TOLERANCE = 0.01
-# Rounding may move a few samples over a threshold, such as the right ones of an accuracy. So a
-# warning about a metric needs more than this, and is never about whole numbers, which are counts.
+# Rounding may move a few samples across a threshold, as in an accuracy. So a warning about a metric
+# needs a larger difference, and whole numbers, which are counts, never cause one.
 TOLERANCE_OF_METRICS = 0.25
-# A model may be random in evaluation too, so each batch is evaluated this often.
+# A model may be random in evaluation mode too, so each batch is evaluated this many times.
 DRAWS = 16
-# A limit above this says nothing.
+# If the limit is above this, the comparison is inconclusive.
 TOO_RANDOM = 0.1
-# The most samples that a new run tries.
+# A new run evaluates at most this many samples.
 MOST_SAMPLES = 8
 NOT_A_SUM = {
     "mean": "compute_loss must return sums, not means (reduction='sum')",
-    "count": "a count must be of its batch: how many values its sum adds up",
+    "count": "a count must be the number of values in this batch's sum",
     "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
-    "make what is compared one sample; for a metric, return the sums it is made of",
+    "let one sample hold all that is compared; for a metric, return the sums it is computed from",
 }
-# Of the vector of sums, the entry with the count that the loss is divided by.
+# The entry of the loss vector with the count that the loss is divided by.
 COUNT_OF_LOSS = 1
 
 
 def is_declared() -> bool:
-    """Tell whether model.py says by `ADDS_UP = False` that its sums are not meant to add up."""
+    """Tell whether model.py declares with `ADDS_UP = False` that its sums need not add up."""
     return getattr(model_file, "ADDS_UP", True) is False
 
 
@@ -66,14 +66,14 @@ class BatchSlice:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Sums and counts of batches, [draws, batches, names], in the order of `names`."""
+    """Sums and counts, shape [draws, batches, names]; the last axis follows `names`."""
 
     sums: torch.Tensor
     names: list[str]
 
 
 class _Draws(Dataset):
-    """Reads the samples of (draw, batch slice): draw 0 is that of the training."""
+    """Reads the samples of (draw, batch slice); draw 0 uses the random numbers of training."""
 
     def __init__(self, source: Any) -> None:
         self.source = source
@@ -88,9 +88,9 @@ class _Draws(Dataset):
 
 
 def evaluate(state: "State", batches: list[BatchSlice], draws: int = 1) -> Evaluation:
-    """Compute the sums of batches, several times with other random numbers.
+    """Compute the sums of batches, several times with different random numbers.
 
-    What a sample draws depends on its position, so in one draw it is the same in each batch.
+    A sample's random numbers depend on its position, so within a draw each batch sees the same.
     """
     items: list[tuple[int, BatchSlice]] = []
     for draw in range(draws):
@@ -101,10 +101,10 @@ def evaluate(state: "State", batches: list[BatchSlice], draws: int = 1) -> Evalu
     seed = state.config.train.seed
     world = state.world
     reading = state.loader.read_apart(_Draws(state.loader.source), items)
-    # A worker that reads ends here, also when an evaluation fails.
+    # Closing stops the loader workers, also when an evaluation fails.
     with contextlib.closing(reading) as read, torch.no_grad():
         for batch in read:
-            # Each evaluation draws other random numbers, the same in each run.
+            # Each evaluation draws different random numbers; another run draws the same ones.
             seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
             loss = parallel.forward(compute_loss, state, move(batch, world.device))
             check_loss(loss, is_trained=False)
@@ -117,7 +117,7 @@ def names_of(loss: LossSum) -> list[str]:
     """Name the entries of a loss vector."""
     names = ["loss", "count"]
     for name, metric in loss.metrics.items():
-        # A metric with a count of its own is a tuple.
+        # A metric with its own count is a tuple.
         own_count = isinstance(metric, tuple)
         names += [name, f"count of {name}" if own_count else "count"]
     return names
@@ -125,7 +125,7 @@ def names_of(loss: LossSum) -> list[str]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sums and counts of a batch and of its two parts, averaged over the draws."""
+    """Sums and counts of a batch and of its two halves, averaged over the draws."""
 
     samples: int
     names: list[str]
@@ -139,7 +139,7 @@ class Comparison:
 
     @property
     def limit(self) -> torch.Tensor:
-        """Return the largest relative difference that is not wrong."""
+        """Return the largest relative difference that rounding and randomness explain."""
         return TOLERANCE + 4 * self.standard_error
 
     @property
@@ -149,17 +149,17 @@ class Comparison:
 
     @property
     def is_too_random(self) -> bool:
-        """Tell whether the draws differ so much that nothing can be said."""
+        """Tell whether the draws differ too much for a verdict."""
         return bool(self.limit.max() > TOO_RANDOM)
 
     @property
     def wrong(self) -> list[int]:
-        """Return the indices of what does not add up."""
+        """Return the indices of the sums and counts that do not add up."""
         # Written with `not`, since a NaN must count as wrong.
         return [i for i in range(len(self.names)) if not self.relative[i] <= self.limit[i]]
 
     def describe(self, index: int) -> str:
-        """Name a sum, and say what it is of the batch and of its parts."""
+        """Name a sum and give its values for the batch and for its two halves."""
         whole = f"{self.names[index]} of {self.samples} samples {self.whole[index]:.6g}"
         return f"{whole}, in parts {self.first[index]:.6g} + {self.second[index]:.6g}"
 
@@ -168,7 +168,7 @@ class Comparison:
         # Each sum is followed by its count.
         if index % 2 == 1:
             return NOT_A_SUM["count"]
-        # The first part's weight in a mean over the batch.
+        # The weight of the first half in a mean over the batch.
         counts = self.first[COUNT_OF_LOSS] + self.second[COUNT_OF_LOSS]
         weight = float(self.first[COUNT_OF_LOSS] / counts)
         if COUNT_OF_LOSS in self.wrong:
@@ -179,12 +179,12 @@ class Comparison:
 
 
 def first_part(samples: int) -> int:
-    """Return how many samples the first of two parts has."""
+    """Return the number of samples in the first half."""
     return (samples + 1) // 2
 
 
 def compare(evaluation: Evaluation, samples: int) -> Comparison:
-    """Compare the sums of a batch with those of its two parts."""
+    """Compare the sums of a batch with those of its two halves."""
     sums = evaluation.sums.double().cpu()
     scale = sums.abs().amax((0, 1)).clamp(min=1e-12)
     draws = len(sums)
@@ -208,7 +208,7 @@ def compare(evaluation: Evaluation, samples: int) -> Comparison:
 
 
 def whole_and_parts(samples: int) -> list[BatchSlice]:
-    """Return the first samples of the first batch, together and in two parts."""
+    """Return the first samples of the first batch, as one batch and as two halves."""
     middle = first_part(samples)
     return [
         BatchSlice(0, slice(0, samples)),
@@ -218,10 +218,9 @@ def whole_and_parts(samples: int) -> list[BatchSlice]:
 
 
 def warn_unless_sums_add_up(state: "State") -> None:
-    """Warn in a new run that divides its batches if the sums of compute_loss do not add up.
+    """Warn if the sums of compute_loss do not add up, in a new run that splits its batches.
 
-    Collective: all ranks evaluate the same few samples. The run that follows is the same to the
-    bit, with and without it.
+    Collective: all ranks evaluate the same few samples. It does not change the run by a bit.
     """
     world = state.world
     settings = state.config.train
@@ -235,17 +234,17 @@ def warn_unless_sums_add_up(state: "State") -> None:
         return
     comparison, index = found
     log.warning(
-        "compute_loss does not add up: %s. So training changes with the number of ranks and "
-        "micro-batches: %s. If that is meant, write ADDS_UP = False into model.py",
+        "compute_loss does not add up: %s. So training depends on the number of ranks and "
+        "micro-batches: %s. If you intend that, write ADDS_UP = False into model.py",
         comparison.describe(index),
         comparison.advice(index),
     )
 
 
 def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | None:
-    """Evaluate a batch and its parts; return the first sum that does not add up, if there is one.
+    """Evaluate a batch and its halves; return the first sum that does not add up, if there is one.
 
-    One draw is enough where it adds up. Another one tells whether the model is random.
+    One draw is enough if all sums add up. A second one shows whether the model is random.
     """
     for draws in (1, 2, DRAWS):
         evaluation = _try_evaluate(state, samples, draws)
@@ -263,7 +262,7 @@ def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | N
 
 
 def is_certain(comparison: Comparison, index: int) -> bool:
-    """Tell whether neither rounding nor a NaN explains that something does not add up."""
+    """Tell whether a sum fails to add up for a reason other than rounding or a NaN."""
     whole = comparison.whole[index]
     values = torch.stack([whole, comparison.first[index], comparison.second[index]])
     if not values.isfinite().all():
@@ -276,16 +275,15 @@ def is_certain(comparison: Comparison, index: int) -> bool:
 
 
 def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None:
-    """Evaluate a batch and its parts, summed over the ranks; None if that fails on any of them."""
+    """Evaluate a batch and its halves, averaged over the ranks; None if that fails on any rank."""
     world = state.world
     failed = torch.zeros((), device=world.device)
     evaluation = None
     try:
         evaluation = evaluate(state, whole_and_parts(samples), draws)
-    # Data or a loss that cannot be evaluated like this may still be trained on. If not, the first
-    # step raises the error.
+    # Data or a loss that fails here may still work in training. If not, the first step raises.
     except Exception as error:
-        log.debug("compute_loss was not tried in parts", exc_info=error)
+        log.debug("could not check whether compute_loss adds up", exc_info=error)
         failed += 1
     # All ranks have to come to the same decision, so all see the same sums.
     if parallel.all_reduce(failed, world) > 0 or evaluation is None:
@@ -297,7 +295,7 @@ def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None
 
 @contextlib.contextmanager
 def unchanged(state: "State") -> Iterator[None]:
-    """Evaluate inside the block; afterwards modes, buffers and random numbers are as before."""
+    """Restore modes, buffers and random states after the block, which runs in evaluation mode."""
     buffers: list[tuple[dict[str, Any], str, Any]] = []
     copies: list[Any] = []
     for module in state.model.modules():
@@ -314,22 +312,22 @@ def unchanged(state: "State") -> Iterator[None]:
         random.setstate(python_numbers)
         np.random.set_state(numpy_numbers)
         with torch.no_grad():
-            # A forward may also assign another tensor.
+            # A forward may also have replaced a buffer by another tensor.
             for (of_module, name, buffer), kept in zip(buffers, copies, strict=True):
                 of_module[name] = buffer
                 if buffer is not None:
                     buffer.copy_(kept)
     if parallel.SHARDED:
-        # FSDP may still hold gathered weights: this lets them go.
+        # FSDP may still hold gathered weights; state_dict() reshards them.
         state.model.state_dict()
 
 
 def without_compilation() -> contextlib.AbstractContextManager[Any]:
-    """Call compiled functions as they were written, inside the block.
+    """Run compiled functions eagerly inside the block.
 
-    They would be compiled for the sizes of these batches, and then once more for any size.
+    Otherwise they would be compiled for the sizes of these batches, and again for dynamic sizes.
     """
-    # torch.compile has imported it, if anything is compiled; the import takes a second.
+    # If anything is compiled, torch.compile has imported dynamo. Importing it takes a second.
     if "torch._dynamo" in sys.modules:
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()

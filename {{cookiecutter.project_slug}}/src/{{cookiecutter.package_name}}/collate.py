@@ -1,4 +1,4 @@
-"""How samples become a batch: they are stacked, and one line names a sample that cannot be."""
+"""Stack samples into a batch; if that fails, a one-line error names the sample at fault."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,7 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collat
 from .errors import UserError
 from .worker_errors import shortage
 
-# What `default_collate` stacks; values of one key must be of one of these kinds.
+# Types that `default_collate` stacks; in a batch, all values of a key must be of the same kind.
 KINDS = {
     "tensor": torch.Tensor,
     "array": np.ndarray,
@@ -22,14 +22,14 @@ KINDS = {
     "list": (list, tuple),
 }
 WAYS_OUT = (
-    "Return tensors, arrays, numbers or text of the same shape in each sample (data.py), or a "
-    "finished batch from `__getitems__`, or give the dataset `collate(samples) -> batch`"
+    "In data.py, return tensors, arrays, numbers or text of the same shape in each sample, or "
+    "return a whole batch from `__getitems__`, or give the dataset `collate(samples) -> batch`"
 )
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Tell whether a dataset reads a batch at once, rather than sample after sample."""
-    # torch's own wrappers have `__getitems__`, too, and read as the dataset does that they wrap.
+    """Tell whether a dataset reads a batch at once instead of one sample at a time."""
+    # torch's wrappers always have `__getitems__`; the dataset that they wrap decides.
     method = getattr(type(dataset), "__getitems__", None)
     if method is Subset.__getitems__:
         return reads_batches(dataset.dataset)
@@ -42,7 +42,7 @@ def reads_batches(dataset: Any) -> bool:
 
 
 def batch_of(samples: list[Any], ids: Sequence[int], dataset: Any) -> Any:
-    """Make a batch of samples: by the dataset's own `collate`, or by stacking them."""
+    """Make a batch of samples with the dataset's own `collate`, or by stacking them."""
     owner = owner_of("collate", dataset)
     if owner is not None:
         return owner.collate(samples)
@@ -50,9 +50,9 @@ def batch_of(samples: list[Any], ids: Sequence[int], dataset: Any) -> Any:
 
 
 def owner_of(method: str, dataset: Any) -> Any:
-    """Return the dataset that has this method, within torch's wrappers; None without one.
+    """Return the dataset with this method, looking inside torch's wrappers; None without one.
 
-    UserError where torch's wrapper has samples of several datasets, and not all have this method.
+    Raises UserError if a wrapper combines several datasets that do not share this method.
     """
     if hasattr(dataset, method):
         return dataset
@@ -68,25 +68,26 @@ def owner_of(method: str, dataset: Any) -> Any:
     if all(owner is None for owner in owners):
         return None
     functions = {function_of(owner, method) for owner in owners}
-    # A batch of a ConcatDataset has samples of all of them, one of a StackDataset has pairs.
+    # A batch of a ConcatDataset mixes samples of all parts, so they must share the function. A
+    # sample of a StackDataset combines one of each part, which no part's method expects.
     if isinstance(dataset, ConcatDataset) and len(functions) == 1:
         return owners[0]
     kind = type(dataset).__name__
     names = ", ".join(type(part).__name__ for part in parts)
     raise UserError(
-        f"`{method}` of a dataset in a {kind} (of {names}) would not be called: give the {kind} "
-        f"itself `{method}` (a subclass of it, in data.py)"
+        f"`{method}` of a dataset inside a {kind} (of {names}) would not be called: define "
+        f"`{method}` in a subclass of {kind} (data.py)"
     )
 
 
 def function_of(owner: Any, method: str) -> Any:
-    """Return the function behind a method, the same for all objects of a class."""
+    """Return the function behind a bound method, which all objects of a class share."""
     bound = getattr(owner, method, None)
     return getattr(bound, "__func__", bound)
 
 
 def collate(samples: list[Any], ids: Sequence[int]) -> Any:
-    """Stack samples into a batch, as `default_collate` does; UserError names an odd sample.
+    """Stack samples into a batch like `default_collate`; a UserError names a sample at fault.
 
     Samples that are dataclasses become one dataclass of stacked fields.
     """
@@ -97,14 +98,14 @@ def collate(samples: list[Any], ids: Sequence[int]) -> Any:
         as_dicts = [{name: getattr(sample, name) for name in names} for sample in samples]
         batch = copy.copy(first)
         for name, value in collate(as_dicts, ids).items():
-            # A frozen one refuses a plain assignment.
+            # A frozen dataclass does not allow plain assignment.
             object.__setattr__(batch, name, value)
         return batch
     try:
         return default_collate(samples)
-    # It raises errors of many types.
+    # `default_collate` raises errors of many types.
     except Exception as error:
-        # In a loader worker it stacks into shared memory.
+        # In a loader worker it stacks into shared memory, which may be used up.
         line = shortage(error)
         if line:
             raise UserError(line) from None
@@ -115,7 +116,7 @@ def collate(samples: list[Any], ids: Sequence[int]) -> Any:
 
 
 def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
-    """Describe the value that keeps those of one key from being stacked; "" if there is none.
+    """Describe the value that prevents the values of a key from being stacked; "" if none does.
 
     `key` is "" for the samples themselves.
     """
@@ -155,7 +156,7 @@ def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
 
 
 def odd_part(values: list[Any], ids: Sequence[int], keys: Mapping[Any, str]) -> str:
-    """Describe what cannot be stacked inside of lists or mappings, by the names of their keys."""
+    """Describe what cannot be stacked inside lists or mappings; `keys` maps keys to full names."""
     for key, name in keys.items():
         problem = odd_value([value[key] for value in values], ids, name)
         if problem:
@@ -164,7 +165,7 @@ def odd_part(values: list[Any], ids: Sequence[int], keys: Mapping[Any, str]) -> 
 
 
 def kind_of(value: Any) -> str:
-    """Return the kind of a value that can be stacked, or the type of any other."""
+    """Return which of KINDS a value is, or the name of its type if it cannot be stacked."""
     for name, types in KINDS.items():
         if isinstance(value, types):
             return name
@@ -172,7 +173,7 @@ def kind_of(value: Any) -> str:
 
 
 def type_name(value: Any) -> str:
-    """Return the full name of a value's type: PIL.Image.Image, dict."""
+    """Return the full name of a value's type, such as PIL.Image.Image or dict."""
     kind = type(value)
     if kind.__module__ == "builtins":
         return kind.__name__

@@ -1,6 +1,6 @@
-"""Activation checkpointing and torch.compile, applied to a model before it is placed on ranks.
+"""Apply activation checkpointing and torch.compile to a model, before DDP or FSDP wraps it.
 
-Both work in place: no wrapper module, so no parameter changes its name.
+Both work in place. Without wrapper modules, parameters keep their names.
 """
 
 import contextlib
@@ -19,40 +19,40 @@ from .distributed import parallel
 from .errors import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
-# Signals that wait for the compiler. Ctrl-C does not: the person who types it wants an end.
+# These signals are held back while the compiler works. Ctrl-C is not: a person is waiting.
 BLOCKED = {*STOP_SIGNALS} - {signal.SIGINT}
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """torch.compile."""
+    """Settings of torch.compile."""
 
     mode: Literal["none", "blocks", "full"] = "none"
-    """What to compile: nothing, each of blocks(model) (alike ones once), or the whole model."""
+    """What to compile: nothing, each of blocks(model) (equal ones once), or the whole model."""
     dynamic: bool | None = None
-    """Dynamic shapes: from the start (True), never (False), or once they vary (None)."""
+    """Dynamic shapes: from the start (True), never (False), or once shapes vary (None)."""
     autotune: bool = False
-    """With a mode: time kernels of matrix products, for minutes; a resume may choose others."""
+    """Benchmark kernels of matrix products while compiling (minutes); a resume may pick others."""
     backend: str = "inductor"
     """Backend of torch.compile; "eager" and "aot_eager" help to debug the compiler."""
 
 
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
-    """Keep only each block's input, and compute the rest again in backward (Chen et al., 2016)."""
+    """Keep only the input of each block; backward recomputes the rest (Chen et al., 2016)."""
     for block in blocks:
         if getattr(block, "recompute", True):
             block.forward = recomputed_forward(block)
 
 
 def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
-    """Wrap a block's forward, so that backward computes its activations a second time."""
+    """Wrap a block's forward so that backward recomputes its activations."""
     forward = block.forward
-    # Buffers that checkpoints have, such as batch statistics: a forward may change them.
+    # A forward may change saved buffers, such as batch statistics.
     buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
-        # The second forward must see the buffers that the first one saw, and must not change them
-        # again. It works on copies. Compiled code writes a buffer once anyway.
+        # The second forward must see the same buffers as the first, and must not update them again,
+        # so it gets copies. Compiled code updates a buffer only once anyway.
         if buffer_names and not torch.compiler.is_compiling():
             before = {name: block.get_buffer(name).clone() for name in buffer_names}
 
@@ -67,19 +67,21 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
 
 
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
-    """Compile in place, by `config.mode`; the compiler runs at the first forward."""
+    """Compile in place according to `config.mode`; the compiler runs at the first forward."""
     mode = config.mode
     if mode == "full" and parallel.SHARDED and torch.distributed.is_initialized():
-        log.warning("--compile.mode full means blocks: FSDP's hooks break the graph of a model")
+        log.warning(
+            "--compile.mode full: FSDP's hooks break the graph of a whole model; compiling blocks"
+        )
         mode = "blocks"
     if mode == "none":
         return
     targets = [model] if mode == "full" else list(blocks)
     if targets:
-        # By default torch forgets the metrics of all but the last 64 compilations.
+        # By default torch keeps metrics of the last 64 compilations only.
         torch._dynamo.utils.set_compilation_metrics_limit(4096)
-        # DDP cuts a compiled model at the bounds of its buckets. That overlaps communication with
-        # backward in a whole model, but would only cut blocks into pieces.
+        # DDP can split a compiled graph at its bucket boundaries. In a whole model that overlaps
+        # communication with backward; blocks would only be split into pieces.
         torch._dynamo.config.optimize_ddp = mode == "full"
     kernels = "max-autotune-no-cudagraphs" if config.autotune else None
     options: dict[str, Any] = {
@@ -89,8 +91,8 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
     }
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
-            # The compiler skips torch's own functions, so `target.compile()` would compile nothing
-            # of a bare nn.Sequential or nn.TransformerEncoderLayer.
+            # The compiler skips torch's own functions, so `target.compile()` would not compile
+            # anything of a bare nn.Sequential or nn.TransformerEncoderLayer.
             target.forward = torch.compile(as_function(target.forward), **options)
         else:
             target.compile(**options)
@@ -106,11 +108,11 @@ def as_function(call: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Compiling:
-    """A callback of runs that compile: it holds back stop signals and logs a summary at the end."""
+    """Callback for runs that compile: holds back stop signals and logs a summary at the end."""
 
-    # A stop signal goes to the whole process group. It would end the compiler's processes, and the
-    # step with them. So it is blocked while the compiler works, in these processes too, since they
-    # inherit the mask; it arrives once the compiler is done.
+    # A stop signal goes to the whole process group. It would kill the compiler's subprocesses, and
+    # so fail the step. It is therefore blocked while the compiler works, and also in subprocesses,
+    # which inherit the mask. It arrives once the compiler is done.
     def __enter__(self) -> "Compiling":
         handler = torch._dynamo.callback_handler
         handler.register_start_callback(self._block)

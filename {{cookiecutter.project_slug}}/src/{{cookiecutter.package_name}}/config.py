@@ -1,6 +1,7 @@
-"""All settings in one typed tree of frozen dataclasses. Each part is declared where it is used.
+"""Define all settings as one typed tree of frozen dataclasses, and load them from files.
 
-Settings are changed by dotted names ("train.steps"), saved as JSON (config.json) and read back.
+Each module declares its own settings; this one combines them. They are changed by dotted names
+("train.steps") and saved as JSON (config.json).
 """
 
 import contextlib
@@ -31,23 +32,23 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-# A setting, the one that it follows from if that is given, and the value of that if it is not.
+# A setting, the other setting that it can be derived from, and the latter's value for "not given".
 FOLLOWS_FROM = {"train.steps": ("train.epochs", 0.0), "name": ("run_dir", None)}
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The loop."""
+    """The training loop."""
 
     steps: int = 300
     """Total optimizer steps; raise it to train a finished run further."""
     epochs: float = 0.0
-    """Passes over the training data (0: `steps` counts); if given, `steps` follows from them."""
+    """Passes over the training data, from which `steps` follows (0: use `steps`)."""
     global_batch_size: int = 32
     """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
     micro_batch_size: int = 32
-    """Samples per forward on each rank; the rest of the batch is accumulated."""
+    """Samples per forward on each rank; gradients of the rest are accumulated."""
     log_every: int = 10
     """Steps between log lines, which are also the lines of metrics.jsonl."""
     validate_every: int = 100
@@ -55,24 +56,24 @@ class TrainConfig:
     validate_samples: int = 0
     """Validation samples, the same ones each time (0: all)."""
     validate_batch_size: int = 0
-    """Samples per forward on each rank in a validation (0: as many as in training)."""
+    """Samples per forward on each rank in a validation (0: as in training)."""
     overfit: int = 0
-    """Train on the samples of this many batches only, to test a new model (0: on all data)."""
+    """Train only on this many batches, to test whether a new model can fit them (0: all data)."""
     seed: int = 0
     """Seed of the weights, the order of samples and dropout; fixed for the run."""
     deterministic: bool = False
     """Deterministic kernels: bit-exact resume on CUDA, slower steps."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Autocast dtype; weights and optimizer stay float32 (auto: bf16 on GPUs that have it)."""
+    """Autocast dtype; weights and optimizer stay float32 (auto: bf16 on GPUs that support it)."""
     activation_checkpointing: bool = False
-    """Recompute each block in backward: less memory, a third more compute."""
+    """Recompute each block in backward: less memory, about a third more compute."""
     loader_workers: int = 0
     """DataLoader workers per rank (0: read in the loop, best for data in memory)."""
     on_bad_step: Literal["skip", "stop"] = "skip"
-    """What to do at a non-finite loss or gradient: skip the step, or stop and name the samples at
-    fault (the host then waits for the device at each step)."""
+    """On a non-finite loss or gradient, skip the step, or stop and name the samples at fault (the
+    host then waits for the device at each step)."""
     max_bad_steps: int = 20
-    """Skipped steps in a row that end the run (0: never)."""
+    """Stop the run after this many skipped steps in a row (0: never)."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -83,7 +84,7 @@ class TrainConfig:
                 raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
 
     def compute_dtype(self, device: torch.device) -> torch.dtype:
-        """The dtype of matrix products on `device`."""
+        """Return the dtype of matrix products on `device`."""
         if self.precision == "bf16":
             return torch.bfloat16
         if self.precision == "fp32" or device.type != "cuda":
@@ -96,16 +97,16 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to trace: `wait`, `warmup`, then `active` ones."""
+    """Which steps to trace. A window is `wait` steps, `warmup` steps, then `active` steps."""
 
     every: int = 0
-    """Steps between traced windows in training (0: never); at least as many as a window has."""
+    """Steps between traced windows in training (0: never); at least the length of a window."""
     wait: int = 2
     """Steps to wait before the warm-up, neither recorded nor slowed down."""
     warmup: int = 2
     """Warm-up steps, not recorded (the profiler starts slowly)."""
     active: int = 3
-    """Steps to trace; more make large files."""
+    """Steps to trace; many steps make large files."""
 
     def __post_init__(self) -> None:
         if self.active < 1 or min(self.wait, self.warmup, self.every) < 0:
@@ -123,12 +124,13 @@ class RunLocation:
 
     @property
     def directory(self) -> Path:
-        """The run directory; UserError for a name that leads elsewhere."""
+        """The run directory; raises UserError if the name contains a path."""
         plain = self.name == Path(self.name).name and self.name.isprintable()
         if not plain or self.name in ("", "..", "~"):
-            raise UserError(f"--name {self.name!r} is no plain name; for a path there is --run-dir")
+            raise UserError(f"--name {self.name!r} is not a plain name; give a path with --run-dir")
         directory = self.run_dir or Path("runs") / self.name
-        storage_path(directory)  # UserError for an address that this project cannot open
+        # Raises UserError for a URL that this project cannot open.
+        storage_path(directory)
         return directory
 
 
@@ -145,10 +147,9 @@ class Config(RunLocation):
     init_strict: bool = False
     """Fail on missing or unexpected tensors in --init-from."""
     init_new: tuple[str, ...] = ()
-    """Tensors, or modules of them, that do not begin with --init-from, such as a head of another
-    size."""
+    """Tensors or modules not to load from --init-from, such as a head of another size."""
     reset_optimizer: bool = False
-    """Resume with another optimizer: drop the saved state that does not fit it."""
+    """Resume with another optimizer: drop saved state that does not match it."""
     track: bool = True
     """Log to the experiment tracker."""
     train: TrainConfig = field(default_factory=TrainConfig)
@@ -163,30 +164,35 @@ class Config(RunLocation):
 
 
 def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None = None) -> C:
-    """The settings of a preset, over those `saved` with a run; UserError for an unknown one."""
+    """Return the settings of a preset, applied over those `saved` with a run.
+
+    Raises UserError for an unknown preset.
+    """
     if name and name not in PRESETS and name != "default":
         raise UserError(f"--preset {name}: unknown preset; choose from {', '.join(PRESETS)}")
-    # A model of your own may have a preset named "default", which every start begins with.
+    # A preset named "default" in model.py applies to every run.
     start = override(kind(), PRESETS.get("default", {}))
     start = override(start, saved or {}, lenient=True)
     return override(start, PRESETS.get(name, {}))
 
 
 def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
-    """The settings of `start` overridden by a TOML file, or those of a run's config.json.
+    """Return the settings of `start` overridden by a TOML file, or those of a run's config.json.
 
-    The latter without what names that run (its name, its store).
+    Settings of that run only (its name, its store) are not taken from a config.json.
     """
     if path.is_dir():
         path = path / "config.json"
     is_toml = path.suffix == ".toml"
     changes = read_toml(path) if is_toml else read_json(path)
-    if is_toml and kind is Config:  # a run's own settings, from a file for the stages, too
+    # A run may be given the file of the workflow's stages, too: it ignores their settings.
+    if is_toml and kind is Config:
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
         if is_toml:
             return override(start or preset("", kind), changes)
-        # A setting that it lacks is newer, and has its default; a preset may have changed since.
+        # Presets are not applied: they may have changed since. A setting that the file lacks is
+        # newer than the run and has its default.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         return on_disk(override(kind(), changes, lenient=True))
     except (UserError, RecursionError) as error:
@@ -194,35 +200,37 @@ def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The settings in a TOML file by their dotted names; UserError if it cannot be read."""
+    """Return the settings in a TOML file by dotted names; UserError if it cannot be read."""
     return {n.replace("-", "_"): v for n, v in flatten(read_json(path, tomllib.loads))}
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:
-    """What spec.json holds of the data; {} if that would not be read as the same."""
-    with contextlib.suppress(Exception):  # whatever a class of the user's raises
+    """Return the contents of spec.json; {} if the spec would not survive a round trip."""
+    # A user's own class may raise anything.
+    with contextlib.suppress(Exception):
         if spec_from_json(values := to_json(spec)) == spec:
             return values
     return {}
 
 
 def spec_from_json(values: dict[str, Any]) -> Any:
-    """A spec of the data; an exception for what is none of this project."""
+    """Return the spec of the data from JSON; raises any exception if it does not match Spec."""
     types = get_type_hints(own.Spec)
     return own.Spec(**{n: _checked(n, value, types[n]) for n, value in values.items()})
 
 
 def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
-    """Change settings by dotted names, as in {"train.steps": 20}, or by nested ones, not by both.
+    """Change settings by dotted names ({"train.steps": 20}) or nested dictionaries, not by both.
 
-    UserError for unknown names; if `lenient`, as other renders and releases have some, a log line.
+    Raises UserError for unknown names. If `lenient`, they are only logged, since other projects
+    and releases have other settings.
     """
     named = {name for name, _ in flatten(changes)}
     changes = {**changes, **outweighing(named)}
     unknown: dict[str, Any] = {}
     config = _replace(config, changes, unknown)
     if unknown and lenient:
-        log.info("settings that this project does not have are ignored: %s", ", ".join(unknown))
+        log.info("ignored settings that this project does not have: %s", ", ".join(unknown))
     elif unknown:
         name = min(unknown)
         known = [known_name for known_name, _ in flatten(to_json(config))]
@@ -233,7 +241,7 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
 
 
 def outweighing(named: set[str]) -> dict[str, Any]:
-    """Return the settings, turned off, that would replace the value of one that is `named`."""
+    """Return changes that turn off each setting that would override one that is `named`."""
     changes: dict[str, Any] = {}
     for name, (source, off) in FOLLOWS_FROM.items():
         if name in named and source not in named:
@@ -242,14 +250,14 @@ def outweighing(named: set[str]) -> dict[str, Any]:
 
 
 def with_steps(config: Config, samples: int) -> Config:
-    """Return the settings with --train.epochs over so many samples as --train.steps."""
+    """Convert --train.epochs over this many samples to --train.steps."""
     steps = math.ceil(config.train.epochs * samples / config.train.global_batch_size)
     return override(config, {"train.steps": steps, "train.epochs": 0.0})
 
 
 def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
-    """Change a part of the settings; names that it does not have go to `unknown`."""
-    # All changes to a part are made together, since it may check settings against each other.
+    """Change one dataclass of the settings; names that it does not have go to `unknown`."""
+    # All changes are made together, since a dataclass may check its settings against each other.
     by_field: dict[str, Any] = {}
     for name, value in changes.items():
         field_name, dot, rest = name.partition(".")
@@ -276,7 +284,7 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
 
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
-    """A value from JSON or TOML, as a setting of that type holds it; UserError if it is none."""
+    """Convert a value from JSON or TOML to the type of a setting; UserError if it does not fit."""
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
     for kind in kinds:
         if _fits(value, kind) and not _is_too_large(name, value):
@@ -288,10 +296,10 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value from JSON or TOML can be a setting of this type."""
+    """Tell whether a value from JSON or TOML can be a setting of this type."""
     origin: Any = get_origin(kind) or kind
     if origin is Literal:
-        # The type as well: True equals 1 in Python.
+        # Compare the type too, since True equals 1 in Python.
         return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
     if isinstance(value, bool) or origin is bool:
         return isinstance(value, bool) and origin is bool
@@ -299,7 +307,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _is_too_large(name: str, value: Any) -> bool:
-    """Whether a number needs more than 64 bits, which no step could count; a seed may."""
+    """Tell whether a number exceeds 64 bits, which would overflow; a seed may."""
     if name == "train.seed" or not isinstance(value, int | float):
         return False
     return 1 << 63 <= abs(value) < math.inf

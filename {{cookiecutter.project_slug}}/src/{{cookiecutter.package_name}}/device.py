@@ -1,4 +1,4 @@
-"""The device of this process: choose it, set torch up, copy batches to it, name parts of traces."""
+"""Choose the device, set torch up, copy batches to the device, and annotate traces."""
 
 import contextlib
 import copy
@@ -18,15 +18,18 @@ from torch.utils import _pytree as pytree
 
 from .errors import UserError
 
-# An attribute of parameters that have no values until the run reads the files of --init-from.
+# Attribute that marks parameters without values until the files of --init-from are read.
 READ_LATER = "read_later"
 
 
 def pick_device(name: str) -> torch.device:
-    """Resolve "auto", "cpu", "cuda", "cuda:1", "mps" for this process; UserError if not there."""
+    """Resolve "auto", "cpu", "cuda", "cuda:1" or "mps" for this process.
+
+    Raises UserError if there is no such device.
+    """
     available = {
         "cuda": torch.cuda.is_available(),
-        # Several ranks cannot use MPS: no backend has collectives for it.
+        # Several ranks cannot use MPS, since no backend has collectives for it.
         "mps": torch.backends.mps.is_available() and "RANK" not in os.environ,
         "cpu": True,
     }
@@ -56,10 +59,10 @@ def pick_gpu(device: torch.device) -> torch.device:
 
 
 def set_up_torch(seed: int, deterministic: bool, compute_dtype: torch.dtype) -> None:
-    """Seed the initialisation of the model; choose kernels."""
+    """Seed the initialisation of the model, and set kernel precision and determinism."""
     torch.manual_seed(seed % 2**63)
-    # For matrix products that remain in float32: "high" is TF32 on GPUs that have it, "medium" is
-    # bfloat16, as autocast computes all the others.
+    # This is for matrix products that remain in float32. "high" allows TF32 on GPUs that have it;
+    # "medium" allows bfloat16, which autocast uses for all others.
     precision = "high" if compute_dtype == torch.float32 else "medium"
     torch.set_float32_matmul_precision(precision)
     if deterministic:
@@ -76,7 +79,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def annotated(name: str) -> contextlib.AbstractContextManager:
-    """Name what runs inside in a trace; without a profiler it costs nothing."""
+    """Label the block in a profiler trace; without a profiler it costs nothing."""
     # `record_function` takes microseconds even when nothing is recorded.
     if torch.autograd._profiler_enabled():
         return record_function(name)
@@ -84,19 +87,19 @@ def annotated(name: str) -> contextlib.AbstractContextManager:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Copy the tensors of a batch, however nested, to a device, without waiting."""
+    """Copy the tensors of a nested batch to a device, without waiting for the copies."""
     if device.type == "cpu":
-        # The loader made it there.
+        # The loader creates batches on the CPU.
         return batch
     if isinstance(batch, torch.Tensor):
-        # The host would wait for a copy from pageable memory.
+        # A copy from pageable memory would block the host.
         if device.type == "cuda" and not batch.is_pinned():
             batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
     if type(batch) is dict:
         return {key: move(value, device) for key, value in batch.items()}
     if isinstance(batch, dict | UserDict):
-        # A copy keeps what else it has, as a defaultdict or transformers' BatchEncoding does.
+        # A copy keeps other attributes, as of a defaultdict or transformers' BatchEncoding.
         moved = copy.copy(batch)
         for key, value in batch.items():
             moved[key] = move(value, device)
@@ -115,9 +118,9 @@ def move(batch: Any, device: torch.device) -> Any:
         try:
             return kind(moved)
         except TypeError:
-            # A class that takes other arguments. DataLoader's pinning makes it a dict, too.
+            # The class takes other arguments. DataLoader's pinning also falls back to a dict.
             return moved
-    # A deque, and classes that a library has registered as containers.
+    # These are deques, and classes that a library has registered as containers.
     if type(batch) in pytree.SUPPORTED_NODES:
         return pytree.tree_map(partial(move, device=device), batch)
     if is_dataclass(batch) and not isinstance(batch, type):
@@ -125,20 +128,20 @@ def move(batch: Any, device: torch.device) -> Any:
         for field in fields(batch):
             if hasattr(batch, field.name):
                 value = move(getattr(batch, field.name), device)
-                # A frozen one refuses a plain assignment.
+                # A frozen dataclass does not allow plain assignment.
                 object.__setattr__(moved, field.name, value)
         return moved
     return batch
 
 
 def move_object(batch: Any, device: torch.device) -> Any:
-    """Move an object by its own method `to`, as a graph, a tensordict or a packed sequence."""
+    """Move an object with its own `to` method, such as a graph, tensordict or packed sequence."""
     if device.type == "cuda" and hasattr(batch, "pin_memory"):
         batch = batch.pin_memory()
     try:
         return batch.to(device, non_blocking=True)
     except TypeError:
-        # A class may have a `to` that takes a device only.
+        # Its `to` may take only a device.
         return batch.to(device)
 
 
@@ -148,7 +151,7 @@ def random_states() -> tuple[Any, Any, Any]:
 
 
 def set_random_states(states: tuple[Any, Any, Any]) -> None:
-    """Set the generators to what `random_states` has returned."""
+    """Restore the generators to states from `random_states`."""
     of_torch, of_numpy, of_python = states
     torch.set_rng_state(of_torch)
     np.random.set_state(of_numpy)
@@ -156,7 +159,7 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
 
 
 def meta_tensors() -> list[torch.Tensor]:
-    """Return all tensors on `meta` in this process, which Python's garbage collector knows."""
+    """Return all tensors on `meta` that Python's garbage collector tracks in this process."""
     gc.collect()
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return [tensor for tensor in tensors if tensor.is_meta]

@@ -1,6 +1,6 @@
-"""An exponential moving average of the weights (EMA), stored in the optimizer's state.
+"""Keep an exponential moving average of the weights (EMA), in the optimizer's state.
 
-There a checkpoint saves it, sharded as the weights are, and a resumed run continues it.
+So checkpoints save it, sharded like the weights, and a resumed run continues it.
 """
 
 import contextlib
@@ -12,21 +12,21 @@ from torch import nn
 
 from .distributed import parallel
 
-# The key of the average in the optimizer's state of a parameter.
+# The key of the average in a parameter's optimizer state.
 EMA = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer) -> None:
-    """Update an average of the weights after each step from now on, with the groups' ema_decay."""
+    """Update the averages after each optimizer step, with the ema_decay of the groups."""
     for group in optimizer.param_groups:
-        # The schedule sets it before each step.
+        # The schedule sets the decay before each step.
         group["ema_decay"] = 0.0
     optimizer.register_step_post_hook(_update_averages)
 
 
 @torch.no_grad()
 def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Move each average a fraction of the way to its weights; no collective, no wait."""
+    """Move each average towards its weights, without collectives and without host syncs."""
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
         if not trained:
@@ -38,7 +38,8 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         weights = [parallel.local_part(p) for p in trained]
         averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]
         fraction = 1 - group["ema_decay"]
-        # A bad step leaves the averages alone. Its flag is a tensor, which the host must not read.
+        # A bad step must not change the averages. The flag stays on the device: reading it would
+        # make the host wait.
         is_bad = getattr(optimizer, "found_inf", None)
         if is_bad is not None:
             fraction = fraction * (1 - is_bad)
@@ -49,9 +50,9 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @contextlib.contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Exchange the model's weights for their averages inside the `with` block.
+    """Swap the model's weights with their averages inside the `with` block.
 
-    Weights without an average stay, and so do buffers (batch statistics).
+    Weights without an average and buffers (batch statistics) stay as they are.
     """
     _exchange(model, optimizer)
     try:
@@ -62,8 +63,8 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
 @torch.no_grad()
 def _exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    # FSDP may still hold gathered weights from the last forward. `state_dict` makes it free them,
-    # or the next forward would use these and not the exchanged ones.
+    # FSDP may still hold gathered weights from the last forward. state_dict() frees them; otherwise
+    # the next forward would use them instead of the swapped weights.
     model.state_dict()
     for p, state in optimizer.state.items():
         if EMA in state:

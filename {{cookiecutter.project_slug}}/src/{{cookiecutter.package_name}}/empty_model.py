@@ -1,8 +1,8 @@
-"""Build the model without memory for the values that --init-from reads.
+"""Build a model without initializing the weights that --init-from will load.
 
-A matrix in the shape of one in the files stays on torch's `meta` device, without memory and without
-random numbers drawn for it. It gets memory on its device: under FSDP, that of a rank's slice only.
-The run then reads its values (resume.py).
+Each matrix with the shape of one in the files is built on torch's `meta` device, which saves memory
+and random initialization. Later it is allocated on its device (with FSDP, only this rank's shard),
+and resume.py reads its values.
 """
 
 import logging
@@ -27,24 +27,24 @@ log = logging.getLogger(__name__)
 def build_without_values(
     make: Callable[[], nn.Module], path: Path, new: tuple[str, ...], world: World
 ) -> nn.Module:
-    """Build a model whose weights are read from `path` later, all but those in `new`; collective.
+    """Build a model whose weights, except those in `new`, are later read from `path`; collective.
 
-    A model that cannot be built like this is built as without --init-from; a log line says why.
+    If this is not possible, the model is built as without --init-from, and a log line says why.
     """
     states = random_states()
     problem = ""
     model: Any = None
     try:
-        # A run or a checkpoint may lack weights, and is verified as a whole first.
+        # Not for a run or a checkpoint: it may lack weights, and must be verified first.
         if is_plain_weights(path):
             model = build_on_meta(make, OneFile(path).forms, new)
     # The user's code may raise anything.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-    # All ranks build in the same way, though the files may be missing on some machines.
+    # Files may be missing on some machines, but all ranks must build in the same way.
     if Group(world).any(model is None):
         if problem:
-            log.info("the model is built with values before %s is read: %s", path, problem)
+            log.info("the model is initialized before %s is read: %s", path, problem)
         set_random_states(states)
         return parallel.build(make, world)
     if not (parallel.SHARDED and world.distributed):
@@ -57,7 +57,7 @@ def build_on_meta(
 ) -> nn.Module:
     """Build a model whose matrices are on `meta` if `stored` has values for them.
 
-    ValueError if something is on `meta` for which there is no value.
+    Raises ValueError if a tensor on `meta` has no stored value.
     """
     shapes: set[torch.Size] = set()
     for name, tensor in stored.items():
@@ -67,7 +67,7 @@ def build_on_meta(
             shapes.add(tensor.transpose(-1, -2).shape)
 
     def drop_value(module: nn.Module, name: str, parameter: Any) -> None:
-        """Put a parameter on `meta` when a module gets it, in the same Python object."""
+        """Move a parameter to `meta` when a module registers it, in the same Python object."""
         plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
         if plain and not parameter.is_meta and parameter.shape in shapes:
             move(parameter, torch.device("meta"))
@@ -92,7 +92,7 @@ def build_on_meta(
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             if parameter not in given:
-                raise ValueError(f"{name} has the shape of a tensor there, but not its name")
+                raise ValueError(f"{name} has the shape of a tensor in the files, but not its name")
             vars(parameter)[READ_LATER] = True
             known.add(id(parameter))
     if any(id(tensor) not in known for tensor in meta_tensors()):
@@ -101,9 +101,9 @@ def build_on_meta(
 
 
 class KeepValues(TorchFunctionMode):
-    """Keep tensors that have values from being moved to `meta`; their dtype changes as asked for.
+    """Keeps tensors with values from being moved to `meta`; only their dtype changes.
 
-    peft moves each adapter to the device of the layer that it adapts, which has no values yet.
+    peft moves each adapter to the device of the layer that it adapts, which is `meta` here.
     """
 
     def __torch_function__(
@@ -116,20 +116,20 @@ class KeepValues(TorchFunctionMode):
 
 
 def allocate(model: nn.Module, device: torch.device) -> None:
-    """Give memory to the parameters that are on `meta`, without values."""
+    """Allocate memory for parameters on `meta`, without initializing it."""
     for parameter in model.parameters():
         if parameter.is_meta:
             move(parameter, device)
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter without its values; all its holders then hold the moved one."""
+    """Move a parameter without its values; all references to it then see the moved one."""
     moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
     vars(moved).update(vars(parameter))
     hooks = parameter._backward_hooks
     late_hooks = parameter._post_accumulate_grad_hooks
     swap_tensors(parameter, moved)
-    # The other tensor does not know the hooks until they are set again.
+    # The swapped tensor does not know the hooks until they are set again.
     if hooks:
         parameter._backward_hooks = hooks
     if late_hooks:

@@ -1,4 +1,4 @@
-"""Small files, written atomically and synced to disk; fingerprints of data."""
+"""Read and write small files, atomically and synced to disk; compute fingerprints of data."""
 
 import contextlib
 import dataclasses
@@ -16,25 +16,25 @@ from typing import Any
 from .errors import UserError
 
 log = logging.getLogger(__name__)
-# How a file system says that it cannot do something at all.
+# Error codes of a file system that does not support an operation.
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-# Set to 1, it states that no other job writes to the same place.
+# Environment variable: with 1, the user states that no other job writes to the same path.
 WITHOUT_LOCKS = "WITHOUT_LOCKS"
 PROBES = 256
 PROBE_BYTES = 4096
-# Whether it was said that folders cannot be synced.
+# Whether the warning that folders cannot be synced was logged.
 warned_of_sync = False
 
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Name the file in an OSError, which after a read, a write or a sync names none."""
+    """Add the file name to an OSError: those of a read, write or sync do not have it."""
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
         if not isinstance(error, OSError | UserError):
-            # torch.save replaces the error that its file raised by one of its own.
+            # torch.save hides the error of its file behind its own.
             cause = error.__context__
         if not isinstance(cause, OSError) or not cause.errno:
             raise
@@ -44,14 +44,14 @@ def naming(path: Any) -> Iterator[None]:
 
 
 def expand_home(value: Any) -> Any:
-    """Expand "~" in a path, and in all paths of some settings, where no shell has done it.
+    """Expand "~" in a path, or in all paths of a dataclass of settings.
 
-    UserError if the home directory is not known: a folder named "~" is dangerous to remove.
+    Raises UserError if the home directory is unknown: a folder named "~" is dangerous to remove.
     """
     if isinstance(value, Path):
         expanded = Path(os.path.expanduser(value))
         if expanded.parts[:1] == ("~",):
-            raise UserError(f"{value}: the home directory is not known: give the path without ~")
+            raise UserError(f"{value}: the home directory is unknown; give the path without ~")
         return expanded
     if type(value) in (list, tuple):
         return type(value)(map(expand_home, value))
@@ -67,16 +67,16 @@ def expand_home(value: Any) -> Any:
 
 
 def walk_folders(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
-    """Walk a folder like os.walk, and follow links to folders elsewhere; each folder once.
+    """Walk a folder like os.walk; follow links to folders elsewhere, and visit each folder once.
 
-    Links to folders below `root` are not followed, since these are read under their own names, nor
-    are links to a folder that has `root` in it. A warning names what is left out.
+    Links to folders below `root`, which are visited under their own names, and to folders above it
+    are not followed. A warning counts the links that are left out.
     """
     top = root.resolve()
     visited = {_identity(root)}
     left_out: list[Path] = []
     for parent, folders, files in os.walk(root, followlinks=True):
-        # The caller may sort the folders, and remove those that it does not want.
+        # The caller may sort the list of folders, and remove those to skip.
         yield Path(parent), folders, files
         for name in list(folders):
             folder = Path(parent, name)
@@ -89,35 +89,35 @@ def walk_folders(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
                 left_out.append(folder)
             else:
                 visited.add(_identity(folder))
-    warn_left_out(left_out, "links to folders that are read under another name, or are above")
+    warn_left_out(left_out, "links to folders above this one, or read under another name")
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Return what is the same for all names of a folder."""
+    """Return device and inode, which are the same for all names of a folder."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def check_regular(files: Iterable[Path]) -> None:
-    """UserError for a pipe, where a reader would wait, a device, a folder or a broken link."""
+    """Raise UserError for a device, a folder, a broken link, or a pipe (a reader would hang)."""
     for file in files:
         if not file.is_file():
             raise UserError(f"{file} is not a regular file, or is a broken link: remove it")
 
 
 def warn_left_out(files: Sequence[Path], kind: str) -> None:
-    """Say in one line of the log how many files of a kind are not used."""
+    """Log one warning with the number of files of a kind that are not used."""
     if files:
         log.warning("%d files left out: %s, such as %s", len(files), kind, files[0])
 
 
 def to_json(settings: Any) -> dict[str, Any]:
-    """Settings (nested dataclasses) as JSON holds them: paths become strings."""
+    """Convert settings (nested dataclasses) to JSON values; paths become strings."""
     return json.loads(json.dumps(dataclasses.asdict(settings), default=str))
 
 
 def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Settings by their dotted names, from nested dictionaries."""
+    """Yield the dotted name and value of each setting in nested dictionaries."""
     for key, value in tree.items():
         if isinstance(value, dict):
             yield from flatten(value, f"{prefix}{key}.")
@@ -126,14 +126,18 @@ def flatten(tree: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str, Any]:
-    """The object in a JSON file, or in another kind to `parse`; UserError for anything else."""
+    """Read an object from a JSON file, or from another format with `parse`.
+
+    Raises UserError if the file cannot be read or does not contain an object.
+    """
     try:
+        # Reading a pipe would hang.
         if not stat.S_ISREG(os.stat(path).st_mode):
-            raise ValueError("it is no regular file")  # a reader would wait at a pipe
+            raise ValueError("it is not a regular file")
         # Some editors write a byte order mark.
         content = parse(path.read_text("utf-8").removeprefix("\ufeff"))
         if not isinstance(content, dict):
-            raise ValueError("it does not hold settings by name")
+            raise ValueError("it does not contain names with values")
     except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         kind = path.suffix[1:].upper() or "JSON"
@@ -142,13 +146,13 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
 
 
 def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
-    """Open a file of a run for writing, which all that write there do; UserError for a link."""
+    """Open a file of a run for writing; UserError for a link."""
 
-    # Who made a run directory, or an archive of one, may have left a link to any file of the user.
+    # A run directory from elsewhere, such as an archive, may have links to any of the user's files.
     def regular(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(name).st_mode):
-                raise UserError(f"{name} is a link or no plain file, and is not written: remove it")
+                raise UserError(f"{name} is a link or not a regular file: remove it")
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     if "b" not in mode:
@@ -158,19 +162,21 @@ def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new name, which takes the place of `path` in one step; a link there is not followed."""
+    """Yield a temporary path that atomically replaces `path` at the end; does not follow links."""
     temporary = path.with_name(f".{path.name}")
-    temporary.unlink(missing_ok=True)  # of a process that was killed, or somebody's link
+    # A killed process may have left it, or somebody a link of that name.
+    temporary.unlink(missing_ok=True)
     try:
         yield temporary
         os.replace(temporary, path)
     finally:
-        with contextlib.suppress(OSError):  # the error of the write is the one to report
+        # An error here must not hide the error of the write.
+        with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write a small file whole and sync it: a reader sees the old one or the new one."""
+    """Write and sync a small file atomically: a reader sees the old content or the new one."""
     if isinstance(content, str):
         content = content.encode(errors="replace")
     with replacing(path) as temporary, naming(path), open_to_write(temporary, "wb") as file:
@@ -180,21 +186,21 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Replace a small JSON file."""
+    """Write a small JSON file atomically."""
     replace_file(path, json.dumps(content, indent=2) + "\n")
 
 
 def goes_without_lock(error: OSError, path: Path | str) -> bool:
-    """Return whether to continue although a lock was refused; False if another process has it.
+    """Tell whether to continue although locking failed; False if another process has the lock.
 
-    UserError on a file system without locks, unless the user states that no other job writes there.
+    Raises UserError on a file system without locks, unless the user sets WITHOUT_LOCKS=1.
     """
     if error.errno not in NOT_SUPPORTED | {errno.ENOLCK}:
         return False
     problem = f"{path} is on a file system without locks ({error.strerror})"
     if os.environ.get(WITHOUT_LOCKS) != "1":
         raise UserError(
-            f"{problem}, so a second job there would not be noticed: choose another place, or set "
+            f"{problem}, so a second job could write there unnoticed: choose another path, or set "
             f"{WITHOUT_LOCKS}=1 if no other job writes there"
         ) from None
     log.warning("%s: take care that no other job writes there (%s=1)", problem, WITHOUT_LOCKS)
@@ -202,9 +208,9 @@ def goes_without_lock(error: OSError, path: Path | str) -> bool:
 
 
 def rename_directory(source: Path, target: Path) -> None:
-    """Rename a directory, or copy it where the file system cannot rename it.
+    """Rename a directory, or copy it if the file system cannot rename it.
 
-    UserError for a mount, which can be neither renamed nor removed.
+    Raises UserError for a mount point, which can be neither renamed nor removed.
     """
     try:
         os.rename(source, target)
@@ -212,25 +218,25 @@ def rename_directory(source: Path, target: Path) -> None:
     except OSError as error:
         if error.errno == errno.EBUSY:
             raise UserError(
-                f"{source} cannot be renamed, since it is a mount: mount the folder above it in "
-                "its place, or choose another name for the run"
+                f"{source} cannot be renamed, since it is a mount point: mount its parent folder "
+                "instead, or choose another name for the run"
             ) from None
         if error.errno != errno.EXDEV:
             raise
     log.warning(
-        "%s is in a lower layer of an overlay, as of a container's image, which cannot rename "
-        "folders: it is copied to %s, and removed",
+        "%s cannot be renamed, since it is in a lower layer of an overlay file system, such as a "
+        "container image: copying it to %s, then removing it",
         source,
         target,
     )
     shutil.copytree(source, target, symlinks=True)
-    # The copy is on disk before the original goes.
+    # The copy must be on disk before the original is removed.
     os.sync()
     shutil.rmtree(source)
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the names in a directory; a synced file whose name is not synced can still be lost."""
+    """Sync the names in a directory: a synced file can be lost while its name is not synced."""
     global warned_of_sync
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
@@ -252,7 +258,7 @@ def sync_directory(path: Path) -> None:
 
 
 def fingerprint(*parts: Any) -> str:
-    """Identify data in memory, in 16 letters, by every byte of arrays, numbers and text."""
+    """Return a fingerprint (16 hex digits) of every byte of arrays, numbers and text."""
     digest = hashlib.sha256()
     for part in parts:
         if isinstance(part, int | str):
@@ -265,10 +271,10 @@ def fingerprint(*parts: Any) -> str:
 
 
 def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> str:
-    """Identify files by their names below `root`, their sizes, and probes of their content.
+    """Return a fingerprint of files: of their names below `root`, sizes and probes of content.
 
-    Reads at most a megabyte, spread evenly, whatever the data's size. It does not notice a change
-    that keeps every size and every probed range.
+    The probes are spread evenly and read at most a megabyte, whatever the size of the data. A
+    change that keeps all sizes and falls between the probes is not noticed.
     """
     listing = []
     sizes = []
@@ -276,7 +282,7 @@ def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> 
         size = file.stat().st_size
         sizes.append(size)
         listing.append(f"{file.relative_to(root).as_posix()} {size}")
-    # PROBES in all: several in each of a few files, or one in each of some of many.
+    # At most PROBES in total: several per file if there are few files, else one in every n-th file.
     every = max(1, -(-len(files) // PROBES))
     in_each = max(1, PROBES // max(1, len(files)))
     probes = []

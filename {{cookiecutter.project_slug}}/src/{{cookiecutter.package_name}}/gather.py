@@ -1,7 +1,7 @@
-"""For losses that compare samples of the whole batch, such as CLIP's: gather features of all ranks.
+"""Gather features of all ranks, for losses that compare samples of the whole batch, such as CLIP.
 
-The loss of a rank is the sum over its own samples, each compared with all samples. Then the sums of
-all ranks add up to the loss of the global batch, and so do their gradients.
+Let a rank's loss be the sum over its own samples, each compared with all samples. Then the sums of
+all ranks, and their gradients, add up to those of the global batch.
 """
 
 from typing import Any
@@ -14,18 +14,18 @@ from .loss import Gathered
 
 
 def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
-    """Gather features [samples, ...] of all ranks, [all samples, ...]; collective.
+    """Gather features [samples, ...] of all ranks into [all samples, ...]; collective.
 
-    Also returns the index at which this rank's own samples begin. The ranks may have different
-    numbers of samples. Gradients flow back to the features of every rank. The host waits for the
-    device once. A loss like this needs its whole batch at a time: the run refuses micro-batches.
+    Also returns the index of this rank's first sample in the result. Ranks may have different
+    numbers of samples. Gradients flow back to the features of every rank. The host waits once for
+    the device. Since such a loss needs its whole batch at once, a run refuses to use micro-batches.
     """
     Gathered.used = True
     if not dist.is_initialized():
         return features, 0
     rank = dist.get_rank()
     sizes = features.new_zeros(dist.get_world_size(), dtype=torch.int64)
-    # A rank that repeats the first sample of the batch must not give it to the others once more.
+    # A rank without samples is padded with the batch's first sample: do not gather it twice.
     own = features[:0] if Gathered.is_padding else features
     sizes[rank] = len(own)
     dist.all_reduce(sizes)
@@ -35,13 +35,13 @@ def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenates the features of all ranks; backward adds up what all ranks do with them."""
+    """Concatenates the features of all ranks; backward sums their gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, features: Tensor, counts: list[int]) -> Tensor:
-        """Return the features of all ranks, one after the other."""
+        """Return the features of all ranks, in rank order."""
         ctx.counts = counts
-        # All ranks have to send as many samples: the shorter ones are filled up.
+        # all_gather needs the same shape on all ranks, so shorter ones are padded with zeros.
         padded = features.new_zeros(max(counts), *features.shape[1:])
         padded[: len(features)] = features
         gathered = [torch.empty_like(padded) for _ in counts]
@@ -50,8 +50,8 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Return the gradient of this rank's features: what all ranks found for them."""
-        # A sum in float32, since many ranks add to it.
+        """Return the gradient of this rank's features, summed over all ranks."""
+        # Sum in float32, since many ranks add to it.
         total = gradient.float().contiguous()
         dist.all_reduce(total)
         rank = dist.get_rank()

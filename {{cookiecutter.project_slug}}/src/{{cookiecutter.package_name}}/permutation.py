@@ -1,7 +1,7 @@
-"""Random 64-bit words by key, and random permutations by key.
+"""Compute random 64-bit words and random permutations from keys, without storing them.
 
-Nothing is stored: a word is computed from its key and index, and an element of a permutation from
-its key and position, for a domain of any size.
+A word is a function of its key and index; an element of a permutation is a function of its key and
+position. So any element is available in O(1), for a domain of any size.
 """
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 # The increment of SplitMix64: 2^64 / golden ratio.
 GOLDEN = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
-# Rounds of the cipher. Four are measurably biased on small domains.
+# Rounds of the cipher. Four rounds are measurably biased on small domains.
 ROUNDS = 6
 # Below this size a sorted table is cheaper than a cipher, and exactly uniform.
 TABLE_BELOW = 4096
@@ -23,9 +23,9 @@ def mix(values: np.ndarray) -> np.ndarray:
 
 
 def stream_key(*words: int) -> int:
-    """Fold integers into one 64-bit key; any change of any word gives an unrelated key."""
+    """Hash integers into one 64-bit key; changing any word gives an unrelated key."""
     key = 0
-    # Python integers, since numpy is ten times slower on single words.
+    # Uses Python integers, since NumPy is ten times slower on single words.
     for word in words:
         key = (key + GOLDEN + word) & MASK
         key = (key ^ (key >> 30)) * 0xBF58476D1CE4E5B9 & MASK
@@ -35,23 +35,23 @@ def stream_key(*words: int) -> int:
 
 
 def random_words(key: int, indices: np.ndarray) -> np.ndarray:
-    """Compute the random 64-bit words of a key at these indices (uint64), as SplitMix64 does."""
+    """Compute SplitMix64's random 64-bit words of a key at these indices (uint64)."""
     return mix(indices * np.uint64(GOLDEN) + np.uint64(key))
 
 
 class Permutation:
     """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
 
-    A balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988), repeated
-    until its result is inside the domain (Black and Rogaway, 2002: fewer than four times on
-    average).
+    It is a balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988),
+    repeated until the result is inside the domain (cycle walking, Black and Rogaway, 2002: fewer
+    than four times on average).
     """
 
     def __init__(self, size: int, key: int) -> None:
         self.size = size
         self.table: np.ndarray | None = None
         if size < TABLE_BELOW:
-            # The order that sorts random words is a random permutation.
+            # The argsort of random words is a random permutation.
             words = random_words(key, np.arange(size, dtype=np.uint64))
             self.table = np.argsort(words, kind="stable")
             return
@@ -64,9 +64,9 @@ class Permutation:
         """Map positions in an epoch (int64, one axis) to sample ids (int64)."""
         if self.table is not None:
             return self.table[positions]
-        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. A result
-        # outside is encrypted again until one is inside. Two positions never get the same id,
-        # since the cycles of a permutation do not join.
+        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. Results
+        # outside the domain are encrypted again until they are inside. No two positions get the
+        # same id, since the cycles of a permutation never meet.
         values = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -75,12 +75,12 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        # A round replaces (left, right) by (right, left ^ f(right)). Whatever f is, that can be
-        # undone, so the whole is a bijection. Here f keeps the top bits of two multiplications.
+        # A round replaces (left, right) by (right, left ^ f(right)). That can be undone for any f,
+        # so the result is a bijection. Here f takes the top bits after two multiplications.
         left = values >> self.half
         right = values & self.mask
         for key in self.keys:
-            # In place after the first operation, since the cost is the passes over memory.
+            # Memory traffic dominates, so all operations after the first one are in place.
             scrambled = right ^ key
             scrambled *= np.uint64(0xBF58476D1CE4E5B9)
             scrambled ^= scrambled >> np.uint64(32)

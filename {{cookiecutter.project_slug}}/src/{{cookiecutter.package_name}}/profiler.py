@@ -1,4 +1,4 @@
-"""Traces of a few steps by torch.profiler, for Perfetto."""
+"""Trace windows of training steps with torch.profiler, to view in Perfetto."""
 
 import logging
 import os
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
     from .train import State
 
 log = logging.getLogger(__name__)
-# Without this, Kineto prints whenever it starts and stops.
+# Otherwise Kineto prints a line whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-# Each window is written when it ends, and the user chooses its warm-up: neither is a problem.
+# These warnings do not apply: each window is written when it ends, and the user sets the warm-up.
 warnings.filterwarnings("ignore", ".*Profiler (clears events|won't be using warmup)")
 
 
 class Profiler:
-    """A callback: traces windows of steps (warm-up and recorded ones) into a directory.
+    """Callback that traces windows of steps (warm-up and recorded ones) into a directory.
 
-    A window ends at each multiple of `every`, wherever the run was resumed. If a window is longer
-    than `every`, it ends at each multiple of its length.
+    A window ends at each multiple of `every`, also in a resumed run. If `every` is shorter than a
+    window, one ends at each multiple of the window's length.
     """
 
     def __init__(self, config: "ProfileConfig", directory: Path, state: "State") -> None:
@@ -56,26 +56,26 @@ class Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # A window that is cut off is not written.
+        # An incomplete window is not written.
         self.profile.on_trace_ready = None
         self.profile.stop()
 
     def after_step(self, state: "State", record: dict[str, Any] | None = None) -> None:
-        """Continue to the next step of a window; between windows the profiler is left alone."""
+        """Advance the profiler within a window; between windows it is left alone."""
         self.step = state.step
-        # The position of the next step in its period, counted from the end of that period.
+        # How many steps of its period follow the next step.
         steps_after_next = self.period - 1 - self.step % self.period
         records_from_next = steps_after_next == self.config.active - 1
         window_ended = steps_after_next == self.period - 1
-        # The host waits only here, so that a trace holds the kernels of its own steps alone.
+        # Synchronize only here, so that a trace has exactly the kernels of its own steps.
         if records_from_next or window_ended:
             synchronize(self.world.device)
         if steps_after_next < self.window or window_ended:
             self.profile.step()
 
     def _action_now(self, _: int) -> ProfilerAction:
-        """Return what to do in the next step, whatever count of steps the profiler has."""
-        # The profiler counts from 0 at each start of the run, and skips steps between windows.
+        """Return the profiler's action for the next step of the run."""
+        # The profiler's own count starts at 0 in each process and lacks steps between windows.
         return self.action(self.step)
 
     def _write(self, finished: profile) -> None:

@@ -21,36 +21,41 @@ from .data import build_datasets
 from .errors import UserError
 from .sampling import fetch
 
-# Optional arguments with these names are for the loss: the program predicts without them.
+# Optional arguments with these names are targets for the loss; the program does not take them.
 TARGETS = ("target", "targets", "label", "labels")
-# Samples on which a program for one sample is compared with the model.
+# The number of samples on which a program for one sample is compared with the model.
 SINGLE_CHECKS = 9
 
 
 @dataclass(frozen=True)
 class Call:
-    """How `compute_loss` calls the model: what the program takes, and what is fixed in it."""
+    """The arguments with which `compute_loss` calls the model.
 
-    arguments: tuple[Any, ...]  # by position; each has tensors
-    by_name: dict[str, Any]  # each has tensors
-    fixed: dict[str, Any]  # settings such as use_cache=False
+    Arguments with tensors are inputs of the program; settings are fixed in it.
+    """
+
+    # Inputs by position and by name.
+    arguments: tuple[Any, ...]
+    by_name: dict[str, Any]
+    # Settings such as use_cache=False.
+    fixed: dict[str, Any]
 
     def structure(self) -> pytree.TreeSpec:
-        """Return how the inputs are nested, with the number of tensors."""
+        """Return the nesting of the inputs, including their number of tensors."""
         return pytree.tree_structure((self.arguments, self.by_name))
 
 
 def export_program(run_dir: Path, options: ExportConfig) -> str:
-    """Write a run's model to FILE.pt2 and return a line about it.
+    """Write a run's model to FILE.pt2 and return a summary line.
 
-    The program is run on a batch of the training's size before it is written. UserError, with the
-    line of the model, if it has no program, or one that gives other numbers. The number of a
-    program's inputs is fixed: a model that takes a list with one tensor per sample gets a program
-    for one sample.
+    Before it is written, the program is compared with the model on a batch of the training's size.
+    Raises UserError, with the line in the model, if torch.export fails or the results differ. The
+    number of a program's inputs is fixed: if a model takes a list with one tensor per sample, its
+    program takes one sample.
     """
     target = options.to
     if target.exists():
-        raise UserError(f"{target} is there already: nothing is overwritten")
+        raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
     source = options.source or run_dir
     trained, _, config = load_trained(source, "cpu", options.step, options.weights, options.base)
     _, validation, _ = build_datasets(config)
@@ -60,13 +65,13 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
         return find_call(trained, lambda: model.compute_loss(trained, batch))
 
     one = call_with([0])
-    # Two samples: torch.export takes a size of one as fixed.
+    # A batch of two samples, since torch.export treats a size of one as fixed.
     two = call_with([0, 0])
     if one.structure() == two.structure():
         program = make_program(target, trained, two)
         checks = {1, config.train.micro_batch_size} - {2}
         for samples in sorted(checks):
-            # The same sample again and again: a dataset may have fewer than these.
+            # Repeats one sample, since a dataset may be smaller than the batch.
             call = call_with([0] * samples)
             reason = f"the program was made with 2 samples and is wrong for {samples}"
             check_program(target, program, trained, call, reason)
@@ -83,7 +88,7 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
 
 
 def find_call(trained: nn.Module, use: Callable[[], object]) -> Call:
-    """Return how `use()` calls the model the first time; UserError if it does not."""
+    """Return the arguments of the first call of the model in `use()`; UserError without one."""
     calls: list[Call] = []
 
     def note(_: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
@@ -93,12 +98,15 @@ def find_call(trained: nn.Module, use: Callable[[], object]) -> Call:
     with torch.no_grad(), trained.register_forward_pre_hook(note, with_kwargs=True):
         use()
     if not calls:
-        raise UserError("compute_loss (model.py) does not call the model itself")
+        raise UserError(
+            "compute_loss does not call the model itself, so there is nothing to export: call "
+            "model(...) in compute_loss (model.py)"
+        )
     return calls[0]
 
 
 def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> Call:
-    """Divide the arguments of a call into inputs and settings, and leave out optional targets."""
+    """Split the arguments of a call into inputs and settings, without optional targets."""
     parameters = inspect.signature(trained.forward).parameters
     optional = {name for name, each in parameters.items() if each.default is not each.empty}
     targets = optional.intersection(TARGETS)
@@ -124,27 +132,27 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
 
 
 def has_tensors(value: Any) -> bool:
-    """Tell whether there is a tensor in an argument."""
+    """Tell whether an argument contains a tensor."""
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def copied(value: Any) -> Any:
-    """Copy the tensors of an argument: the program of a view would check what it is a view of."""
+    """Copy the tensors of an argument: a program traced with a view would check its base tensor."""
     return pytree.tree_map_only(Tensor, torch.clone, value)
 
 
 def make_program(
     target: Path, trained: nn.Module, call: Call, batched: bool = True
 ) -> ExportedProgram:
-    """Make the program, for inputs of all sizes that the model can take; UserError without one.
+    """Trace the program for inputs of all sizes that the model accepts; UserError if that fails.
 
-    `batched`: the first dimension of each tensor is the batch, of any size.
+    `batched` makes the first dimension of each tensor a batch of any size.
     """
     shapes: Any = ShapesCollection()
     for leaf in pytree.tree_leaves((call.arguments, call.by_name)):
         if isinstance(leaf, Tensor):
-            # A model may need a certain size of dimensions other than the batch. torch fixes a size
-            # of one in any case, and warns of it unless it is said before.
+            # A model may require certain sizes other than the batch's, so let torch decide (AUTO).
+            # torch fixes a size of one in any case, and warns unless it is declared (STATIC).
             sizes: dict[int, Any] = {}
             for dimension, size in enumerate(leaf.shape):
                 sizes[dimension] = Dim.STATIC if size == 1 else Dim.AUTO
@@ -157,7 +165,8 @@ def make_program(
             trained.forward = functools.partial(forward, **call.fixed)  # type: ignore[assignment]
         with torch.no_grad(), trained.register_forward_hook(as_plain_output):
             return torch.export.export(trained, call.arguments, call.by_name, dynamic_shapes=shapes)
-    except Exception as error:  # of many kinds, and with pages of advice
+    # torch.export raises many types, with pages of advice: keep the first line.
+    except Exception as error:
         reason = str(error).strip().partition("\n")[0]
         where = place_in_model(error)
         raise UserError(
@@ -168,18 +177,19 @@ def make_program(
 
 
 def as_plain_output(_: nn.Module, arguments: Any, output: Any) -> Any:
-    """Turn an output with fields (a dataclass, one of transformers) into a plain dictionary."""
+    """Turn an output with fields (a dataclass or one of transformers) into a plain dictionary."""
     if isinstance(output, Mapping):
         fields = dict(output)
     elif dataclasses.is_dataclass(output):
         fields = vars(output)
     else:
-        return None  # stays as it is
+        # A hook that returns None keeps the output.
+        return None
     return {name: value for name, value in fields.items() if has_tensors(value)}
 
 
 def place_in_model(error: Exception) -> str:
-    """Return " (model.py, line 7: code)" of an error, the innermost line outside of torch."""
+    """Return " (model.py, line 7: code)" for the innermost line of an error outside torch."""
     ours = ""
     here = Path(__file__)
     for frame in traceback.extract_tb(error.__traceback__):
@@ -192,7 +202,7 @@ def place_in_model(error: Exception) -> str:
 def check_program(
     target: Path, program: ExportedProgram, trained: nn.Module, call: Call, reason: str
 ) -> None:
-    """UserError with this reason unless the program gives the numbers of the model."""
+    """Raise UserError with this reason unless the program gives the same results as the model."""
     problem = ""
     with torch.no_grad():
         output = trained(*call.arguments, **call.by_name, **call.fixed)
@@ -223,11 +233,11 @@ def describe_inputs(program: ExportedProgram) -> Iterator[str]:
 
 
 def describe_size(program: ExportedProgram, size: Any) -> str:
-    """Describe a size of an input: a number, "any", or the largest one."""
+    """Describe an input's size: a number, "any", or "up to" the largest one."""
     if isinstance(size, int):
         return str(size)
     limits = program.range_constraints.get(size.node.expr)
-    # Sizes without a limit have one of torch's own, near the largest integer.
+    # For unlimited sizes torch gives a limit near the largest integer.
     if limits is None or not limits.upper < 2**60:
         return "any"
     return f"up to {limits.upper}"

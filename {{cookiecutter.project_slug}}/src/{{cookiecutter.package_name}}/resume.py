@@ -1,4 +1,4 @@
-"""Resume: which run a checkpoint must be of, and how a run continues from its newest one."""
+"""Resume a run from its newest checkpoint, after checking that the checkpoint belongs to it."""
 
 import logging
 from pathlib import Path
@@ -19,9 +19,9 @@ log = logging.getLogger(__name__)
 
 
 def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
-    """Continue from the run's newest good checkpoint, or begin; `state` gets its step.
+    """Load the run's newest good checkpoint, or start a new run; sets `state.step`; collective.
 
-    UserError when the checkpoints are of another run, or the ranks are not of the same one.
+    Raises UserError when the checkpoints are from another run, or ranks differ in data or settings.
     """
     config = state.config
     settings = to_json(config)
@@ -33,7 +33,7 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
         "identity": identity,
         "source": source,
         "schedule": {**settings["optim"], "steps": config.train.steps},
-        # For machines that have nothing in common but an object store.
+        # Machines that share only an object store read the settings from there.
         "config": settings,
     }
     checkpointer = Checkpointer(
@@ -64,17 +64,18 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
 
 
 def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
-    """Let checkpoints refer to the weights of --init-from that are frozen (--checkpoint.frozen no).
+    """Leave frozen weights that are in --init-from out of checkpoints (--checkpoint.frozen no).
 
-    UserError, on every rank, if that would lose something.
+    Raises UserError, on every rank, if that could lose weights.
     """
     from .checkpoint.base import open_base
 
     config, group = state.config, checkpointer.group
     if checkpointer.restored and "base" not in checkpointer.restored:
         raise UserError(
-            "--checkpoint.frozen no: this run has saved its frozen weights so far, and they may be "
-            "others than those of --init-from. Leave the setting out, or begin a run: --name NEW"
+            "--checkpoint.frozen no: this run has saved its frozen weights so far, and they may "
+            "differ from those in --init-from. Leave the setting out, or start a new run: "
+            "--name NEW"
         )
     base = open_base(config.init_from, state.model, config.init_new, checkpointer.run_dir, group)
     checkpointer.leave_out(base)
@@ -88,7 +89,7 @@ def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
 
 
 def identity_of_run(state: "State") -> dict[str, Any]:
-    """Return what must be the same in a checkpoint for this run to resume from it."""
+    """Return the facts that a checkpoint must match for this run to resume from it."""
     return {
         "seed": state.config.train.seed,
         "global_batch_size": state.config.train.global_batch_size,

@@ -1,4 +1,4 @@
-"""The schedule: the learning rate of each step, and the decay of the average of the weights."""
+"""Compute the learning rate and the EMA decay of each step."""
 
 import math
 from dataclasses import dataclass
@@ -14,21 +14,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Learning-rate schedule: a linear warm-up, then one of four ways to the end."""
+    """Learning-rate schedule (a linear warm-up, then a decay), and EMA of the weights."""
 
     learning_rate: float = 1e-3
     """Peak learning rate."""
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
-    """How the rate falls to its final fraction; wsd stays at the peak, then falls linearly."""
+    """Shape of the decay to the final learning rate; wsd stays at the peak, then falls linearly."""
     warmup_steps: int = 20
     """Steps in which the learning rate rises linearly from 0 to its peak."""
     final_fraction: float = 0.1
     """Final learning rate, as a fraction of the peak (wsd, cosine and linear)."""
     decay_share: float = 0.2
-    """Fraction of the steps after the warm-up in which wsd falls."""
+    """wsd: fraction of the steps after the warm-up in which the rate falls."""
     ema: float = 0.0
-    """EMA decay per step, such as 0.999 (0: off). The average is validated, too; `export` and
-    `infer` take it with --weights ema."""
+    """EMA decay per step, such as 0.999 (0: off). Validations also measure the EMA; `export` and
+    `infer` use it with --weights ema."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:
@@ -38,15 +38,14 @@ class ScheduleConfig:
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
-    """Set the learning rate, and the decay of the average, for a step (counted from 0).
+    """Set the learning rate and the EMA decay for a step (counted from 0).
 
-    The learning rate of a group is the schedule's times its "rate_factor" (default: 1).
+    A group's learning rate is the schedule's, multiplied by its "rate_factor" (default: 1).
     """
     rate = learning_rate(config.optim, step, config.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
-        # The decay is smaller at first. Otherwise the first weights would stay in the average for
-        # long.
+        # A smaller decay at the start keeps the first weights from dominating the average.
         if "ema_decay" in group:
             group["ema_decay"] = min(config.optim.ema, (1 + step) / (10 + step))
 
@@ -55,10 +54,10 @@ def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     """Compute the learning rate of a step (counted from 0) in a run of `steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    # From 0 after the warm-up to 1 at the end of the run.
-    steps_to_fall = max(1, steps - config.warmup_steps)
-    progress = min(1.0, (step - config.warmup_steps) / steps_to_fall)
-    # From 1 (the peak) to 0 (the final rate).
+    # `progress` rises from 0 after the warm-up to 1 at the end of the run.
+    decay_steps = max(1, steps - config.warmup_steps)
+    progress = min(1.0, (step - config.warmup_steps) / decay_steps)
+    # `height` falls from 1 (the peak) to 0 (the final rate).
     if config.schedule == "cosine":
         height = 0.5 * (1 + math.cos(math.pi * progress))
     elif config.schedule == "linear":

@@ -1,6 +1,6 @@
-"""The training loop, from top to bottom: `setup`, `train_step`, `run`.
+"""Set up and run the training loop. Read from top to bottom: `setup`, `train_step`, `run`.
 
-`resume` and `validate` have files of their own: resume.py and validation.py.
+`resume` and `validate` are in resume.py and validation.py.
 """
 
 import contextlib
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 if not __package__:
-    raise SystemExit(f"error: start it as python -m {__file__.split('/')[-2]} train")
+    raise SystemExit(f"error: start it with python -m {__file__.split('/')[-2]} train")
 
 import torch
 from torch import Tensor, nn
@@ -61,18 +61,18 @@ log = logging.getLogger(__name__)
 
 
 def ignore_request_to_finish(reason: str) -> None:
-    """Stand in for `state.finish` where steps are only measured, and there is no run to end."""
+    """Do nothing: the default of `State.finish`, for steps outside a run."""
 
 
 @dataclass
 class State:
-    """What a step needs."""
+    """Everything that a training step needs."""
 
     config: Config
     world: World
-    # What data.py says of the data.
+    # The spec of the data that build_datasets (data.py) returns.
     spec: Any
-    # The user's model, and what is called in its place: itself, wrapped, or sharded.
+    # The user's model, and the module to call instead: the model itself, or DDP's wrapper.
     model: nn.Module
     module: nn.Module
     optimizer: torch.optim.Optimizer
@@ -81,22 +81,24 @@ class State:
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    # Of the device, and of the forward pass of one sample: for MFU, None where they are not known.
+    # The device's peak FLOP/s and the FLOPs of one sample's forward, for MFU; None if unknown.
     peak_flops: float | None
     forward_flops: int | None
     buffers: RunningBuffers
     # Completed optimizer steps.
     step: int = 0
     checkpointer: Checkpointer | None = None
-    # The sums of `loss_vector` (loss.py) since the last record, over all ranks; on the device.
+    # The sum of `loss_vector` (loss.py) over all ranks and steps since the last record, on the
+    # device.
     sums: Tensor | float = 0.0
     # The names of the metrics in `sums`.
     metrics: tuple[str, ...] | None = None
-    # Steps since the last record that were skipped for a loss or gradient that was not finite.
+    # The number of steps since the last record that were skipped, since their loss or gradient was
+    # not finite.
     bad_steps: Tensor | int = 0
     # The norm of the last step's gradient, before clipping.
     grad_norm: Tensor | float = 0.0
-    # A callback ends the run by calling it with the reason.
+    # A callback calls this with a reason to end the run.
     finish: Callable[[str], None] = ignore_request_to_finish
 
 
@@ -107,24 +109,25 @@ class Result:
     status: Literal["finished", "preempted", "regrouping", "already finished"]
     step: int
     validation: dict[str, float] = field(default_factory=dict)
-    # How long training waited for saves.
+    # The time that training waited for saves.
     blocked_seconds: float = 0.0
 
 
 def setup(config: Config, world: World | None = None, weights_follow: bool = False) -> State:
-    """Build everything a step needs; `world` if the caller has joined it already.
+    """Build everything that a step needs; collective.
 
-    `weights_follow`: the caller reads the weights of --init-from, so they get no values here.
+    Pass `world` if the process group is joined already. With `weights_follow`, the caller loads
+    --init-from afterwards, so those weights are not initialized here.
     """
     world = world or join(config.parallel, config.device)
     Gathered.used = False
     Gathered.is_padding = False
     batch_size = config.train.global_batch_size
     if batch_size < world.size:
-        problem = f"--train.global-batch-size {batch_size} is below the {world.size} ranks"
+        problem = f"--train.global-batch-size {batch_size} is less than the {world.size} ranks"
         raise UserError(f"{problem}: raise it or start fewer processes")
-    # What follows may draw random numbers, such as a split of the data or the model's first
-    # weights. Here the seed is the same on all ranks, so these are, too.
+    # Splits of the data and initial weights are random, and must be the same on all ranks: they
+    # all use the same seed here.
     sampling.seed_random(config.train.seed)
     dtype = config.train.compute_dtype(world.device)
     set_up_torch(config.train.seed, config.train.deterministic, dtype)
@@ -133,7 +136,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     if config.train.epochs:
         config = with_steps(config, samples=len(train))
     if config.init_from and config.checkpoint.frozen == "no":
-        # A resume reads it again, maybe from another directory.
+        # A resume reads this path again, maybe from another working directory.
         config = override(config, {"init_from": config.init_from.absolute()})
     settings = config.train
     plan = micro_batches(batch_size, settings.micro_batch_size, world.rank, world.size)
@@ -155,8 +158,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     if peak_flops is not None:
         one_sample = loader.source[0, MicroBatch(slice(0, 1), 1.0)]
         forward_flops = hardware.forward_flops(model, compute_loss, one_sample)
-    # The order matters. The compiler must see what is recomputed, so checkpointing of activations
-    # comes first. DDP and FSDP wrap what is compiled, since their hooks would break the graph. The
+    # The order matters. Activation checkpointing comes first, since the compiler must see what is
+    # recomputed. DDP and FSDP come after the compiler, since their hooks would break the graph. The
     # optimizer comes last, since FSDP replaces the parameters.
     if settings.activation_checkpointing:
         checkpoint_activations(blocks(model))
@@ -185,19 +188,22 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
 
 
 def _datasets(config: Config) -> tuple[Any, Any, Any]:
-    """Build the datasets, to train on and to validate on, and their spec (UserError)."""
+    """Build the training and validation datasets and their spec; UserError if they are invalid."""
     settings = config.train
     datasets = build_datasets(config)
     try:
         train, validation, spec = datasets
     except (TypeError, ValueError):
-        wanted = "a training set, a validation set, and a spec with a fingerprint"
-        raise UserError(f"build_datasets (data.py) has to return three values: {wanted}") from None
+        values = "a training set, a validation set, and a spec with a fingerprint"
+        raise UserError(f"build_datasets (data.py) must return three values: {values}") from None
     identity = getattr(spec, "fingerprint", None)
     require_type(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
     sampling.check_dataset(validation, "validation")
     if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
-        raise UserError("--train.epochs, --train.overfit: a stream has no number of samples")
+        raise UserError(
+            "--train.epochs and --train.overfit need a dataset with a length, which a stream does "
+            "not have: use --train.steps"
+        )
     if settings.overfit:
         chosen = fixed_subset(len(train), settings.overfit * settings.global_batch_size)
         train = Subset(train, chosen.tolist())  # type: ignore[arg-type]
@@ -205,23 +211,24 @@ def _datasets(config: Config) -> tuple[Any, Any, Any]:
 
 
 def train_step(state: State, batches: list[Any]) -> None:
-    """Take one optimizer step, on this rank's micro-batches of the global batch.
+    """Take one optimizer step on this rank's micro-batches of the global batch; collective.
 
-    The gradient is that of (sum of losses) / (sum of counts) over all ranks, however the batch is
-    divided. Nothing here waits for the device, except `agree_on_buffers` at each 50th step.
+    The gradient is that of (sum of losses) / (sum of counts) over all ranks, so it does not depend
+    on how the batch is split. Nothing here waits for the device, except `agree_on_buffers` at each
+    50th step.
     """
     config, world = state.config, state.world
-    # Random numbers are a function of (seed, step, rank), so no generator's state is saved.
+    # Random numbers are a function of (seed, step, rank), so generator states need not be saved.
     seed_random(config.train.seed, STEP, state.step, world.rank, device=world.device)
-    # Between steps a schedule-free optimizer leaves the average in the model, which is what is
-    # validated and saved; what it trains follows from that average and its state.
+    # Between steps a schedule-free optimizer keeps the averaged weights in the model, where they
+    # are validated and saved. `train()` computes the weights to train from them and its state.
     schedule_free: Any = None
     if hasattr(state.optimizer, "eval"):
         schedule_free = state.optimizer
         if state.checkpointer:
-            # `train` changes the weights, as the optimizer's step does further below.
+            # `train()` changes the weights, so a save must have copied them.
             state.checkpointer.before_optimizer_step()
-        # FSDP may still hold the gathered average: this lets it go.
+        # FSDP may still hold the gathered average; state_dict() frees it.
         state.model.state_dict()
         schedule_free.train()
     state.buffers.keep()
@@ -241,14 +248,14 @@ def train_step(state: State, batches: list[Any]) -> None:
                 total = loss.total
                 sums_of_batch = loss_vector(loss)
                 if micro_batch.weight != 1:
-                    # A rank without samples left takes one at weight 0, since all ranks must take
-                    # part in the collectives of backward.
+                    # A rank that has no samples left processes one with weight 0, since all ranks
+                    # must take part in the collectives of backward.
                     total = total * micro_batch.weight
                     sums_of_batch = sums_of_batch * micro_batch.weight
                 total.backward()
         loss_vectors.append(sums_of_batch)
     parallel.require_gradients(state)
-    # Only now, since the next forward would change the buffers again.
+    # After the last forward, since each forward may change the buffers.
     parallel.agree_on_buffers(state.buffers, state.step, world)
     sums = parallel.all_reduce(sum(loss_vectors[1:], start=loss_vectors[0]), world)
     if state.step == 0:
@@ -258,12 +265,12 @@ def train_step(state: State, batches: list[Any]) -> None:
     for group in state.optimizer.param_groups:
         gradients += [p.grad for p in group["params"] if p.grad is not None]
     norm = parallel.total_norm(gradients, world)
-    # One factor turns sums into means and clips, so that gradients are multiplied only once.
+    # One factor both turns sums into means and clips, so that gradients are multiplied only once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_([parallel.local_part(g) for g in gradients], scale)
     set_schedule(state.optimizer, config, state.step)
     if state.checkpointer:
-        # A save may still be copying these weights: the optimizer must not change them under it.
+        # A save may still be copying the weights, so wait before the optimizer changes them.
         state.checkpointer.before_optimizer_step()
     with annotated("optimizer"):
         step_unless(bad, state.optimizer)
@@ -272,7 +279,7 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
-    # The sums stay on the device, and are read only at log steps. `bad` is a tensor on a GPU.
+    # The sums stay on the device and are read only at log steps. On a GPU `bad` is a tensor.
     if bad is not False:
         sums = sums.masked_fill(torch.as_tensor(bad), 0)
     state.sums = state.sums + sums
@@ -284,12 +291,12 @@ def train_step(state: State, batches: list[Any]) -> None:
 def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = None) -> Result:
     """Train from the newest checkpoint to `config.train.steps`; `world` as in `setup`.
 
-    `callbacks` are called after those of callbacks.py, which says what a callback is.
+    `callbacks` are called after those of callbacks.py, which documents callbacks.
     """
     with only_run():
         world = world or join(config.parallel, config.device)
         result = _run(config, world, callbacks)
-        # Only here is the frame gone that held the model and the optimizer.
+        # Only after `_run` has returned are the model and the optimizer freed.
         leave(world)
     return result
 
@@ -298,10 +305,10 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
     group = Group(world)
     directory = RunDirectory(config.directory, group, config.fresh, config.checkpoint.far)
     with contextlib.ExitStack() as stack:
-        # The order matters. `Stop` comes first, since a signal may come during start-up. The run
-        # directory is locked after `setup`, so that --fresh renames an old run only for settings
-        # and data that work. The watchdog comes before `resume`, in which ranks wait for each
-        # other. The run writes to its directory only after `resume`, which may refuse it.
+        # The order matters. `Stop` comes first, since a signal may arrive during start-up. The run
+        # directory is locked after `setup`, so that --fresh renames an old run only if settings and
+        # data are valid. The watchdog starts before `resume`, where ranks wait for each other. The
+        # run writes to its directory only after `resume`, which may refuse the directory.
         stop = stack.enter_context(Stop(group))
         end_in_time(stop)
         state = setup(config, world, weights_follow=True)
@@ -319,13 +326,13 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
                 validation = validated_at(run_dir.path, state.step)
                 had_ended = directory.ended(state.step, config.train.steps)
         validation, had_ended = group.broadcast((validation, had_ended))
-        # Did a stop signal interrupt the validation of the step that the run resumes from?
+        # A stop signal may have interrupted the validation of the step that the run resumes from.
         done = validation or checkpointer.restored.get("validation_loss") is not None
         validation_owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
         if (state.step >= config.train.steps or had_ended) and not validation_owed:
             checkpointer.close()
             with group.together():
-                # It names the store of the run's checkpoints, if they are in one.
+                # config.json may name the object store with the run's checkpoints.
                 settings = run_dir.path / "config.json"
                 if group.is_first and not settings.exists():
                     write_json(settings, to_json(config))
@@ -337,11 +344,11 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         log_start(state, run_dir.path)
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
-        # Callbacks are called in this order. The user's come before the journal writes the record,
-        # so that they can add to it. What comes after it is no part of a step for stragglers, since
-        # only rank 0 writes.
+        # Callbacks are called in this order. The user's come before the journal, so that they can
+        # add to the record that it writes. Straggler detection does not time callbacks after the
+        # journal, since only rank 0 writes.
         user_callbacks = [*callbacks_file.callbacks(config, run_dir.path), *more_callbacks]
-        # Those with a `state_dict` are saved, and restored here.
+        # Callbacks with a `state_dict` are restored here, and saved from now on.
         checkpointer.remember(user_callbacks)
         bad_steps = BadSteps(config.train, train_step, group)
         after_users = [ModelState(state), journal, *after_journal]
@@ -350,7 +357,7 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
             trackers = [tracker(config, run_dir.path, state.step) for tracker in TRACKERS]
             callbacks += enter(trackers, stack)
         if config.profile.every > 0:
-            # Only here, since importing it changes what kineto prints.
+            # Imported only if used, since importing it changes Kineto's log level.
             from .profiler import Profiler
 
             callbacks += enter([Profiler(config.profile, run_dir.path / "traces", state)], stack)
@@ -383,27 +390,28 @@ def _loop(
     callbacks: list[Any],
     validation_owed: bool,
 ) -> tuple[Agreed, dict[str, float]]:
-    """Train until the last step is validated, or until something ends the run.
+    """Train until the last step is validated, or until a signal or a callback ends the run.
 
-    Returns what ended it and the metrics of the last validation. `validation_owed`: a stop signal
-    interrupted the validation of the step that the run resumes from.
+    Returns the reason for the end and the metrics of the last validation. With `validation_owed`,
+    it first repeats the validation that a stop signal interrupted.
     """
     settings, group = state.config.train, stop.group
-    # Looked up once, so that a step calls the methods directly.
+    # The methods are looked up once, not at each step.
     before_step = find_methods("before_step", callbacks)
     after_step = find_methods("after_step", callbacks)
     validation: dict[str, float] = {}
     if validation_owed:
         validation = evaluate(state, stop, callbacks)
     journal.begin(validation)
-    # A stop signal during the last validation leaves `validation` empty. Then the loop is entered
-    # once more, and the poll below returns that signal.
+    # A stop signal during the last validation leaves `validation` empty. Then the loop runs once
+    # more, and the poll below returns that signal.
     while state.step < settings.steps or not validation:
-        # A stop takes effect between two steps, at the same one on all ranks: a poll returns what
-        # any rank had sent at the poll before, so no rank waits for another. `_run` saves then.
+        # All ranks stop after the same step. A poll returns what the ranks sent at the previous
+        # poll, so no rank waits for another. `_run` saves afterwards.
         agreed = stop.poll(checkpointer.writer.failed)
         if agreed.save_failed:
-            checkpointer.settle()  # raises on all ranks, or warns (--checkpoint.on-failure)
+            # Raises on all ranks, or warns (--checkpoint.on-failure).
+            checkpointer.settle()
         if agreed.ends_run:
             reason = stop.reason if agreed.finish else signal.Signals(agreed.stop_signal).name
             log.info("%s: saving step %d, then stopping", reason, state.step)
@@ -416,18 +424,19 @@ def _loop(
         record = None
         validate_now = is_due(state, settings.validate_every)
         if validate_now or is_due(state, settings.log_every):
-            # Only here does the host wait for the device.
+            # This is the only place in the loop where the host waits for the device.
             record = journal.record(state)
         if validate_now and record:
             validation = evaluate(state, stop, callbacks)
             record |= validation
         for call in after_step:
             call(state, record)
-        # A callback that ends the run after a validation (early stopping) ends it at this step, on
-        # any number of ranks, so that the last checkpoint is the one that was validated.
+        # If a callback ends the run after a validation (early stopping), all ranks stop at this
+        # very step, so that the last checkpoint is the validated one.
         is_last = validate_now and stop.finishes_now()
         if is_last or is_due(state, state.config.checkpoint.every):
-            # After the record is written: a resume cuts metrics.jsonl back to the checkpoint.
+            # Save after the record is written, since a resume truncates metrics.jsonl to the
+            # checkpoint's step.
             with group.phase("save"):
                 checkpointer.save(state.step, record)
         if is_last:
@@ -437,5 +446,5 @@ def _loop(
 
 
 def is_due(state: State, every: int) -> bool:
-    """Tell whether this step is the last one or a multiple of `every` (0: the last one only)."""
+    """Tell whether this step is the last one or a multiple of `every` (0: only the last one)."""
     return state.step == state.config.train.steps or (every > 0 and state.step % every == 0)

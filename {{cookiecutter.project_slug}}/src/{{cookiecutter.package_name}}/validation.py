@@ -1,4 +1,4 @@
-"""Validation: the mean loss and metrics over the validation data, divided among the ranks."""
+"""Compute the mean loss and metrics over the validation data, which the ranks divide."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,21 +22,21 @@ if TYPE_CHECKING:
 
 
 def never() -> bool:
-    """Stand in for `stopped` where nothing can stop a validation."""
+    """Return False: the default of `stopped`, for a validation that nothing interrupts."""
     return False
 
 
 @torch.no_grad()
 def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, float]:
-    """Return the metrics, each with the prefix "validation_".
+    """Return the metrics, each with the prefix "validation_"; collective.
 
-    {} if `stopped()`, which must answer the same on all ranks, becomes true half way.
+    Returns {} if `stopped()`, which must be the same on all ranks, becomes true meanwhile.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    # What a sample draws at random is a function of its position, the same in each validation.
+    # A sample's random numbers are a function of its position, the same in each validation.
     key = stream_key(config.seed, VALIDATION_DRAWS)
-    # Samples per forward on each rank, and on all ranks between two looks for a stop.
+    # Samples per forward on each rank, and on all ranks between two calls of `stopped`.
     samples = config.validate_batch_size or config.micro_batch_size
     in_all = max(config.global_batch_size, config.validate_batch_size * world.size)
     sums: Tensor | float = 0.0
@@ -61,9 +61,9 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
 
 
 def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, float]:
-    """Validate the weights, and their averages (--optim.ema) if there are any.
+    """Validate the weights, and their EMA if --optim.ema is on; collective.
 
-    {} if `stopped()`, as in `validate`, becomes true during either.
+    Returns {} if `stopped()` becomes true meanwhile, as in `validate`.
     """
     metrics = validate(state, stopped)
     if not metrics or not state.config.optim.ema:
@@ -78,7 +78,7 @@ def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, 
 
 
 def evaluate(state: "State", stop: Stop, callbacks: list[Any]) -> dict[str, float]:
-    """Validate in a run, and call the callbacks; {} if a stop signal cuts it short."""
+    """Validate in a run, and call the callbacks; {} if a stop signal interrupts it."""
     assert state.checkpointer, "a run has one"
     writer = state.checkpointer.writer
 

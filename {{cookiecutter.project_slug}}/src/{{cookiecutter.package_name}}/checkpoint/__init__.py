@@ -1,4 +1,4 @@
-"""Checkpoints: written, published, verified, read back, exported. Here: their names and errors."""
+"""Write, publish, verify, read and export checkpoints; this file has their names and errors."""
 
 import re
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ MANIFEST = "manifest.json"
 # The file that torch.save writes.
 WHOLE_FILE = "state.pt"
 DCP_INDEX = ".metadata"
-# The name of the directory with the checkpoint of a step, and what matches such a name.
+# The name of a step's checkpoint directory, and the pattern of such names.
 step_name = "step_{:08d}".format
 PUBLISHED = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
@@ -21,9 +21,9 @@ class CheckpointError(RankError):
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """A folder that this rank can read a checkpoint's files from, and who else reads them there."""
+    """A local folder with a checkpoint's files, which one or several ranks read."""
 
     folder: Path
-    # Index of this rank among the ranks that read the folder, and their number.
+    # The index of this rank among those that read the folder, and the number of these ranks.
     rank: int
     ranks: int

@@ -1,8 +1,8 @@
-"""A base: weights that stay frozen, which checkpoints refer to instead of repeating them.
+"""Leave frozen weights out of checkpoints, which then refer to the files that hold them: the base.
 
-With --checkpoint.frozen no, a checkpoint leaves out each frozen parameter that the files of
---init-from hold. Its manifest says where these files are, with a digest of their contents, and
-a reader of the checkpoint takes those parameters from there.
+With --checkpoint.frozen no, a checkpoint leaves out each frozen parameter that is in the files of
+--init-from. Its manifest names these files and a digest of their contents, and a reader takes the
+parameters from there.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .tensors import (
     weight_names,
 )
 
-# The file of a run directory that remembers digests, since a large base takes minutes to hash.
+# This file of a run directory caches digests, since hashing a large base takes minutes.
 KNOWN = "base.json"
 
 
@@ -39,10 +39,10 @@ class Base:
     """The frozen weights of a model that the checkpoints of its run leave out."""
 
     def __init__(self, model: nn.Module, names: set[str], entry: dict[str, Any]) -> None:
-        """`names`: of the parameters that are left out. `entry` goes into each manifest.
+        """Take the names of the parameters that are left out, and an entry for each manifest.
 
-        It has the "path" and the "digest" of the files and the names of parameters that are "tied"
-        to another one, which is in the files.
+        The entry has the "path" and the "digest" of the files, and maps the names of "tied"
+        parameters to the names that the files have for them.
         """
         self.model = model
         self.names = names
@@ -50,7 +50,7 @@ class Base:
         self.versions = self._versions_now()
 
     def _versions_now(self) -> dict[str, int]:
-        """Return how often each of the parameters was changed in place."""
+        """Return torch's version counter of each parameter, which counts in-place changes."""
         result: dict[str, int] = {}
         for name, parameter in self.model.named_parameters():
             if name in self.names:
@@ -58,12 +58,12 @@ class Base:
         return result
 
     def require_unchanged(self) -> None:
-        """UserError for a parameter that was changed since the start: its values would be lost."""
+        """Raise UserError if a parameter has changed since the start: its values would be lost."""
         for name, version in self._versions_now().items():
             if version != self.versions[name]:
                 raise UserError(
                     f"{name} is frozen, but its values have changed, and --checkpoint.frozen no "
-                    "does not save them: make it a buffer, or begin the run with "
+                    "does not save them: make it a buffer, or start the run with "
                     "--checkpoint.frozen all"
                 )
 
@@ -71,35 +71,35 @@ class Base:
 def open_base(
     path: Path | None, model: nn.Module, new: tuple[str, ...], run_dir: Path, group: Group
 ) -> Base:
-    """Find the frozen parameters of a model that the weights at `path` have; collective.
+    """Find the frozen parameters of a model that are in the weights at `path`; collective.
 
-    `new`: the parameters, or modules of them, that do not begin with those weights. UserError, on
-    every rank, if the files cannot be a base.
+    `new` lists the parameters or modules that are not initialized from those weights. Raises
+    UserError, on every rank, if the files cannot be a base.
     """
     with group.together():
         if path is None:
             raise UserError(
-                "--checkpoint.frozen no needs --init-from, the weights that checkpoints leave out"
+                "--checkpoint.frozen no needs --init-from: the weights to leave out of checkpoints"
             )
         if not is_plain_weights(path):
             raise UserError(
-                f"--checkpoint.frozen no: {path} is no file or folder of weights. Of a run, make "
-                f"one: export --source {path} --to base.safetensors"
+                f"--checkpoint.frozen no: {path} is not a file or folder of weights. If it is a "
+                f"run, export its weights: export --source {path} --to base.safetensors"
             )
         file = OneFile(path)
         rename: Any = getattr(model, "from_transformers", dict)
         if rename(file.forms).keys() != file.forms.keys():
-            # Readers of a checkpoint have no model, which alone could rename them.
+            # Only the model can rename them, and readers of a checkpoint have no model.
             raise UserError(
-                f"--checkpoint.frozen no: the tensors in {path} have the names of transformers. "
-                "Make a file with the names of model.py: train a run with --init-from, and export "
-                "it to a .safetensors"
+                f"--checkpoint.frozen no: the tensors in {path} have the names of transformers, "
+                "not of model.py. Convert them: train a run with --init-from and export it to a "
+                ".safetensors"
             )
         names, tied = names_of_base(model, file, new)
         if not names:
             raise UserError(
-                f"--checkpoint.frozen no: no parameter is both frozen and in {path}. Freeze some "
-                "in build_model (requires_grad_(False)), or leave the setting out"
+                f"--checkpoint.frozen no: no frozen parameter is in {path}. Freeze some in "
+                "build_model (requires_grad_(False)), or leave the setting out"
             )
     digest = digest_of(path, run_dir / KNOWN, group)
     return Base(model, names, {"path": str(path.absolute()), "digest": digest, "tied": tied})
@@ -108,9 +108,9 @@ def open_base(
 def names_of_base(
     model: nn.Module, file: OneFile, new: tuple[str, ...]
 ) -> tuple[set[str], dict[str, str]]:
-    """Return the names of the frozen parameters that a file has, and which of them are tied.
+    """Return the names of the frozen parameters that a file has, and the tied ones among them.
 
-    The latter are in the file under the name of another parameter, to which the dictionary leads.
+    The file has a tied parameter under another name, to which the dictionary maps.
     """
     stored = weight_names(file.forms, shapes_and_dtypes(model))
     frozen: list[tuple[str, nn.Parameter]] = []
@@ -141,19 +141,19 @@ def is_plain_weights(path: Path) -> bool:
 def check_base(
     manifest: dict[str, Any], given: Path | None, run_dir: Path | None, group: Group
 ) -> dict[str, Any]:
-    """Return a manifest with the place where its base is now; collective.
+    """Return a manifest with the current path of its base; collective.
 
-    That is `given` or, without it, the place of when it was saved. `run_dir` remembers digests.
-    UserError, on every rank, if there is nothing, or if it has other contents.
+    That is `given` or, without it, the saved path. `run_dir` caches digests. Raises UserError, on
+    every rank, if there are no weights at the path or their contents differ.
     """
     base = manifest["base"]
     path = given or Path(base["path"])
-    way_out = "give the place that has them now by --init-from (train) or --base (export, infer)"
+    way_out = "give their path with --init-from (train) or --base (export, infer)"
     with group.together():
         if not is_plain_weights(path):
             raise UserError(
                 f"the checkpoint of step {manifest['step']} leaves out frozen weights, and "
-                f"{path}, which had them, is gone: {way_out}"
+                f"{path}, which held them, is gone: {way_out}"
             )
     digest = digest_of(path, run_dir / KNOWN if run_dir else None, group)
     if digest != base["digest"]:
@@ -167,8 +167,9 @@ def check_base(
 def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
     """Return a sha256 of the contents of all files of weights at a path; collective.
 
-    Each machine reads a version of a file once: `known_file` remembers what it has hashed. Its
-    ranks divide the files. UserError, on every rank, if two machines have different contents.
+    The ranks of a machine divide the files among them. `known_file` caches the hashes, so each
+    version of a file is read once. Raises UserError, on every rank, if the contents differ between
+    machines.
     """
     machine = socket.gethostname()
     hashes: dict[str, str] = {}
@@ -191,18 +192,18 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
                 known |= known_there
             if any(each != hashes_of_machine[machine] for each in hashes_of_machine.values()):
                 raise UserError(f"the machines have different files at {path}: copy them again")
-            # Without the names, so that a file may be renamed.
+            # The names are not hashed, so that a file may be renamed.
             text = json.dumps(sorted(hashes_of_machine[machine].values()))
             digest = hashlib.sha256(text.encode()).hexdigest()
             if known_file is not None and known_file.parent.is_dir():
-                # Without it, the next start hashes the files again.
+                # If this fails, the next start only hashes the files again.
                 with contextlib.suppress(OSError, UserError):
                     write_json(known_file, known)
     return group.broadcast(digest)
 
 
 def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
-    """Return the sha256 of a file, out of `known` if that has this version of it; else add it."""
+    """Return the sha256 of a file; `known` caches it by path, size and time."""
     status = file.stat()
     version = [status.st_size, status.st_mtime_ns]
     name = str(file.resolve())
@@ -214,7 +215,7 @@ def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
 
 
 def read_known(known_file: Path | None) -> dict[str, list[Any]]:
-    """Return size, time and sha256 of the files that were hashed before; {} if that is unknown."""
+    """Return size, time and sha256 of each file hashed before; {} if the cache cannot be read."""
     known: dict[str, list[Any]] = {}
     if known_file is None:
         return known
@@ -225,17 +226,17 @@ def read_known(known_file: Path | None) -> dict[str, list[Any]]:
 
 
 class WithBase:
-    """The tensors of a checkpoint and those that it leaves out, from its base."""
+    """The tensors of a checkpoint, and from its base those that it leaves out."""
 
     def __init__(self, checkpoint: Source, manifest: dict[str, Any]) -> None:
-        """`manifest`: one that `check_base` has returned."""
+        """Combine both; `manifest` must come from `check_base`."""
         self.path = checkpoint.path
         self.checkpoint = checkpoint
         self.base = OneFile(Path(manifest["base"]["path"]))
-        # The names in the base of the tensors that it gives.
+        # For each tensor that the base provides, its name there.
         self.stored: dict[str, str] = {}
         self.forms: Tensors = dict(checkpoint.forms)
-        # The digest of a manifest is right, but other code may have written something else.
+        # Even a manifest with a correct digest may come from other code and lack a field.
         with reading(checkpoint.path):
             parameters = manifest["identity"]["parameters"]
             left_out = [name for name in parameters if f"model.{name}" not in checkpoint.forms]
@@ -244,19 +245,19 @@ class WithBase:
                 stored = names.get(manifest["base"]["tied"].get(name, name))
                 if stored is not None:
                     *shape, dtype = parameters[name]
-                    # The base may have another dtype than the model, which decides.
+                    # The base may have another dtype; the model's is used.
                     form = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
                     self.stored[f"model.{name}"] = stored
                     self.forms[f"model.{name}"] = form
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run, as the readers of either do; collective."""
+        """Copy the saved values into tensors of the run; collective."""
         saved: Tensors = {}
         for name, target in targets.items():
             if name not in self.stored:
                 saved[name] = target
         self.checkpoint.read(saved, group)
-        # Each tensor by itself, since several may be tied to one.
+        # Tensors are read one by one, since several may be tied to the same one.
         for name, stored in self.stored.items():
             if name in targets:
                 self.base.read({stored: targets[name]}, group)

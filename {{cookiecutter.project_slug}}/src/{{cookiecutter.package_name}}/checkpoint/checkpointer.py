@@ -1,11 +1,11 @@
-"""When a run saves, what it restores, and which checkpoints it may resume from.
+"""Save and restore the state of a run.
 
-A save, from `Checkpointer.save` on: the writer (writer.py) stages the tensors, at once or by a copy
-in the background; `_publish` waits for that and lets the publisher (publish.py) have this rank's
-files written, hashed and published. With checkpoint=dcp_async `_publish` runs in a thread.
+`save` lets the writer (writer.py) stage the tensors. `_publish` waits until they are staged; then
+the publisher (publish.py) has the files written and hashed, and publishes the checkpoint. With
+checkpoint=dcp_async, staging is a copy in the background and `_publish` runs in a thread.
 
-A restore: the publisher finds and verifies the newest good checkpoint; `restore` checks that this
-run saved it; `load` fits its tensors to the optimizer and reads them.
+`restore` takes the newest good checkpoint, which the publisher finds and verifies, and checks that
+this run saved it. `load` matches its tensors with the optimizer's and reads them.
 """
 
 import contextlib
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .base import Base
 
 log = logging.getLogger(__name__)
-# The names of optimizer state that a resume must not lose: all of the parameters' but averages.
+# Names of optimizer state that a resume must not lose: all state of parameters except their EMA.
 STATE = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
 
 
@@ -59,9 +59,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         facts: dict[str, Any],
         facts_now: Callable[[], dict[str, Any]] = dict,
     ) -> None:
-        """`facts` go into each manifest: "identity", matched on restore, "schedule" and "config".
+        """Open the run's storage.
 
-        So does what `facts_now`, called on all ranks at each save, returns on rank 0.
+        `facts` go into each manifest: "identity", which must match on restore, "schedule" and
+        "config". All ranks call `facts_now` at each save; rank 0's result goes in, too.
         """
         self.run_dir = run_dir
         self.config = config
@@ -73,9 +74,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.group = Group(world)
         self.writer = Writer(config, self.group, model, world.device)
         self.publisher = open_storage(run_dir, config, self.group, facts.get("identity"))
-        # How long training has waited for saves.
+        # The time that training has waited for saves.
         self.blocked_seconds = 0.0
-        # How long the host buffers of saves took to allocate, once in a run.
+        # The time to allocate host buffers for saves, which happens once in a run.
         self.buffers_seconds = 0.0
         # The step of the last checkpoint that was published for certain, or restored.
         self.last_good: int | None = None
@@ -120,12 +121,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             )
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Save a checkpoint of `step`, once; RankError, on every rank, when any rank failed.
+        """Save a checkpoint of `step`, unless it is saved already.
 
-        `figures`: those of the validation at this step, if there was one. The optimizer must not
-        step before `before_optimizer_step()` has returned.
+        `figures` are the metrics of the validation at this step, if there was one. The optimizer
+        must not step before `before_optimizer_step()` has returned. Raises RankError, on every
+        rank, when any rank failed.
         """
-        # No save is skipped: this waits until the one before is published.
+        # No save is skipped: this waits until the previous one is published.
         self.settle()
         if step == self.last_good:
             return
@@ -134,39 +136,39 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.writer.begin(self.tensors_to_save(), self._publish, step, facts)
 
     def _publish(self, step: int, facts: dict[str, Any]) -> None:
-        """Write what was staged, and publish it; in a thread with checkpoint=dcp_async.
+        """Write the staged tensors and publish them; in a thread with checkpoint=dcp_async.
 
-        All ranks enter it. An error on any rank, here or in `publish`, is raised on all of them.
+        Collective. An error on any rank, here or in `publish`, is raised on all of them.
         """
-        # A rank that fails must be known before DCP's collectives, in which the others would wait.
+        # All ranks must learn of a failed rank before they enter DCP's collectives and wait there.
         with self.group.together():
             self.writer.complete()
         self.publisher.publish(step, self.writer.write, facts)
         self.last_good = step
 
     def _facts_of(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
-        """Return what the manifest says beside its files."""
+        """Return the fields of the manifest other than its files; collective."""
         best = self.config.best
         score = figures.get(best)
         if score is not None:
             score = float(score)
         if score is None and "validation_loss" in figures:
-            log.warning("--checkpoint.best %s: the validation has no such figure", best)
+            log.warning("--checkpoint.best %s: the validation has no such metric", best)
         callbacks: dict[str, Any] = {}
         with self.group.together():
             for name, callback in self.remembered.items():
                 state = callback.state_dict()
                 try:
-                    # A copy, too: it may change before a save in the background writes it.
+                    # This also copies it: it may change before a background save writes it.
                     kept = json.loads(json.dumps(state))
                 except (TypeError, ValueError) as error:
                     kept = error
-                # JSON makes lists of tuples, and texts of keys that are numbers.
+                # JSON turns tuples into lists, and keys that are numbers into strings.
                 if repr(kept) != repr(state):
                     raise UserError(
-                        f"the state of the callback {name} cannot be saved: JSON does not keep "
-                        f"{state!r:.80}. Let its state_dict() return numbers, texts, lists and "
-                        "dictionaries whose keys are texts"
+                        f"the state of the callback {name} cannot be saved: JSON changes "
+                        f"{state!r:.80}. Let its state_dict() return numbers, strings, lists and "
+                        "dictionaries with string keys"
                     )
                 callbacks[name] = kept
         return {
@@ -182,13 +184,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         }
 
     def settle(self) -> None:
-        """Wait for a save in flight; fails as `save` does."""
+        """Wait for a save in flight; raises as `save` does."""
         with self._blocking():
             self.writer.settle()
 
     def before_optimizer_step(self) -> None:
-        """Wait until a save in flight no longer needs the weights as they are."""
-        # The first time after the optimizer's first step, when it has its state.
+        """Wait until a save in flight no longer reads the weights."""
+        # Prepared once the optimizer has its state, which its first step creates.
         if not self.writer.prepared and any(self.optimizer.state.values()):
             started = time.perf_counter()
             self.writer.prepare(self.tensors_to_save())
@@ -197,7 +199,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.writer.wait_until_staged()
 
     def close(self) -> None:
-        """Settle, and end what runs in the background."""
+        """Wait for a save in flight, and stop background threads."""
         try:
             self.settle()
         finally:
@@ -206,16 +208,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.publisher.close()
 
     def finish(self, step: int) -> None:
-        """Save the last step, if there was one, and close; CheckpointError if it was not saved."""
+        """Save the last step unless it is 0, and close; CheckpointError if it was not saved."""
         if step:
             self.save(step)
         self.close()
         if step and self.last_good != step:
-            raise CheckpointError(f"step {step} was not saved; earlier ones are")
+            raise CheckpointError(
+                f"step {step} was not saved; rerun to resume from the last saved step"
+            )
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        """After an error, wait for a save in flight before the run directory is let go."""
-        # Several ranks do not: the process ends at once, and the other ranks may be gone.
+        """After an error, wait for a save in flight before the run directory is unlocked."""
+        # With several ranks the process ends at once instead, since other ranks may be gone.
         if kind and self.world.size == 1:
             try:
                 self.close()
@@ -223,12 +227,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 log.warning("%s", error)
 
     def leave_out(self, base: "Base") -> None:
-        """Do not save the weights of a base from now on; the model has them."""
+        """Leave the weights of a base out of checkpoints from now on."""
         self.base = base
         self.facts = {**self.facts, "base": base.entry}
 
     def tensors_to_save(self) -> Tensors:
-        """Return the tensors of a checkpoint: all but those that its base has."""
+        """Return the tensors of a checkpoint: all except those in its base."""
         tensors = self.tensors()
         if self.base is not None:
             with self.group.together():
@@ -240,7 +244,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def tensors(self) -> Tensors:
         """Return the state of the run; the tensors share memory with model and optimizer."""
         tensors: Tensors = {}
-        # The model comes first, since its state_dict() brings FSDP's parameters back to shards.
+        # The model comes first, since its state_dict() reshards FSDP's parameters.
         for name, tensor in self.model.state_dict().items():
             tensors[f"model.{name}"] = tensor
         for name, tensor in optimizer_tensors(self.model, self.optimizer).items():
@@ -250,10 +254,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def restore(self, reset_optimizer: bool = False, base: Path | None = None) -> int:
         """Find, verify and load the newest good checkpoint; return its step, 0 if there is none.
 
-        Collective. The whole checkpoint is verified before anything is loaded. UserError if another
-        run saved it, or if optimizer state would be lost; `reset_optimizer` drops that state
-        instead. `base`: where the weights are now that the checkpoint leaves out, if they have
-        moved. An error on any rank is raised on all of them.
+        Collective. The whole checkpoint is verified before anything is loaded. `base` is the new
+        path of weights that the checkpoint leaves out, if they have moved. Raises UserError if
+        another run saved the checkpoint, or if optimizer state would be lost; `reset_optimizer`
+        drops that state instead. An error on any rank is raised on all of them.
         """
         newest = self.publisher.newest_good()
         if newest is None:
@@ -270,7 +274,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         release_copies()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
-            log.info("the schedule is another: %s", change)
+            log.info("the schedule has changed: %s", change)
         self.last_good = manifest["step"]
         self.restored = manifest
         return manifest["step"]
@@ -278,7 +282,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool = False) -> None:
         """Load the tensors of a verified checkpoint into the model and the optimizer.
 
-        Collective. UserError if optimizer state would be lost, unless `reset_optimizer`.
+        Collective. Raises UserError if optimizer state would be lost, unless `reset_optimizer`.
         """
         create_optimizer_state(self.optimizer)
         with self.group.together():
@@ -301,25 +305,26 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         text = "%d tensors of the optimizer %s, e.g. %s"
         if missing:
             example = printable(min(missing))
-            log.warning(text, len(missing), "not saved and start afresh", example)
+            log.warning(text, len(missing), "are not in the checkpoint and start afresh", example)
         if lost:
-            log.warning(text, len(lost), "saved and left out", printable(min(lost)))
+            example = printable(min(lost))
+            log.warning(text, len(lost), "are in the checkpoint and are not loaded", example)
 
         targets = dict(tensors)
         for name in missing:
             del targets[name]
         source.read(targets, self.group)
-        # `tensors` has a copy of each plain number of the optimizer. It was read into the copy.
+        # Plain numbers of the optimizer were read into copies, and are written back here.
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
             value = holder[key]
             if isinstance(value, int | float):
                 holder[key] = type(value)(tensors[f"optimizer.{name}"].item())
 
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
-        """Remove the new state of each parameter whose state a checkpoint lacks, or has in part.
+        """Remove the new state of each parameter whose saved state is missing or incomplete.
 
-        `missing`: the names that the checkpoint lacks. Returns the names that it has and that are
-        left out, as their parameters begin with no state.
+        `missing` are the names that the checkpoint lacks. Returns the saved names that are not
+        loaded, because their parameters start without state.
         """
         unused: set[str] = set()
         for name, parameter in self.model.named_parameters():
@@ -328,13 +333,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if new == {EMA}:
                 del state[EMA]
             elif new:
-                # The whole state starts afresh, as it does before a parameter's first gradient.
+                # Drop all of the state, so that it starts as before the parameter's first gradient.
                 unused |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
                 del self.optimizer.state[parameter]
         return unused
 
     def _refuse_to_lose(self, lost: set[str], path: Place, manifest: dict[str, Any]) -> NoReturn:
-        """UserError: a resume would lose state of the optimizer."""
+        """Raise UserError, since a resume would lose optimizer state."""
         problems: list[str] = []
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             if change.startswith("name:"):
@@ -346,19 +351,19 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _other_run(self, path: Place, problems: list[str], way_out: str) -> str:
         """Return why this run cannot resume from a checkpoint, and the ways out."""
         lines = ["\n  ".join([f"this run cannot resume from {path}:", *problems])]
-        # The directory of a new run that found another one's checkpoints has no settings yet.
+        # A new run that finds the checkpoints of another one has no saved settings yet.
         if (self.run_dir / "config.json").exists():
             lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
         lines.append(
             "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
             f"{offer_weights(path, problems)}; or {way_out}."
         )
-        # Somebody may have crafted the names in the file.
+        # The names come from a file, which somebody may have crafted.
         return printable("\n".join(lines))
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Count the time that training waits; a RankError is a warning if the settings say so."""
+        """Count the time that training waits; only log a RankError if on-failure is "continue"."""
         started = time.perf_counter()
         try:
             yield

@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint, and the check of all files that it names.
+"""Read and write the manifest of a checkpoint, and verify the files that it names.
 
-manifest.json names each file with its size and sha256, and ends with a digest of itself. This
-detects corruption, not tampering. A manifest can name only plain files beside it.
+manifest.json lists each file with its size and sha256, and ends with a digest of itself. This
+detects corruption, not tampering. A manifest can only name plain files in its own directory.
 """
 
 import contextlib
@@ -23,12 +23,12 @@ from .paths import Place, local_copy, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-# The end of the file: a sha256 in 64 letters, and what closes the JSON. Together that many bytes.
+# The end of the file: a sha256 of 64 hex digits and the characters that close the JSON.
 SEAL = b'%s"\n}'
 SEALED = 64 + 3
 # A manifest, and its problems.
 Verified = tuple[dict[str, Any], list[str]]
-# Errors of reading that mean damage. EBADMSG is of a storage that has checksums of its own.
+# Read errors that mean damage. EBADMSG comes from storage with its own checksums.
 DAMAGE = {
     errno.ENOENT: "is missing",
     errno.ENOTDIR: "is missing",
@@ -39,7 +39,7 @@ DAMAGE = {
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
-    """Return a manifest as it is written: JSON that ends with the sha256 of all text before."""
+    """Serialize a manifest: JSON that ends with the sha256 of all text before it."""
     without_end = json.dumps(manifest, indent=1).removesuffix("\n}")
     text = f'{without_end},\n "digest": "'.encode()
     digest = hashlib.sha256(text).hexdigest()
@@ -47,35 +47,35 @@ def sealed(manifest: dict[str, Any]) -> bytes:
 
 
 def problem_of(path: Place, error: OSError) -> RankError:
-    """Return a CheckpointError for an error that is damage, a RankError for one that may pass."""
+    """Return a CheckpointError if the error means damage, a RankError if it may be temporary."""
     if error.errno in DAMAGE:
         return CheckpointError(f"{path.name} {DAMAGE[error.errno]}")
-    # No permission or a failing disk is no damage: it must not cost a good checkpoint its name.
+    # A lack of permission or a failing disk is not damage: the checkpoint must keep its name.
     reason = error.strerror or str(error) or type(error).__name__
     return RankError(f"{path} cannot be read: {reason}")
 
 
 @contextlib.contextmanager
 def reading(path: Place) -> Iterator[None]:
-    """Turn whatever a library raises into a CheckpointError of one line."""
+    """Convert any error of a library into a one-line CheckpointError."""
     try:
         yield
     except (UserError, RankError):
         raise
     except Exception as error:
-        # A file that is something else can fail in any way.
-        raise CheckpointError(f"reading {path} was refused: {reason_of(error)}") from error
+        # A file of the wrong format can raise anything.
+        raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
 
 
 def reason_of(error: BaseException) -> str:
-    """Return the type of an error and its first line, without torch's advice to load anything."""
+    """Return an error's type and first line, without torch's advice to disable weights_only."""
     text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
     first_line = text.partition("\n")[0]
     return f"{type(error).__name__}: {first_line}"
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
-    """Read the manifest of a checkpoint; CheckpointError says what is wrong with it."""
+    """Read the manifest of a checkpoint; raises CheckpointError if it is damaged."""
     try:
         with open_regular(path / MANIFEST) as file:
             content = file.read()
@@ -90,7 +90,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:
-        # The digest is right, but other code has written something else.
+        # The digest is correct, but other code wrote the file.
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
     name = step_name(manifest["step"])
     if PUBLISHED.fullmatch(path.name) and path.name != name:
@@ -99,13 +99,13 @@ def read_manifest(path: Place) -> dict[str, Any]:
 
 
 def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add the fields that earlier releases left out; any exception if a field cannot be used."""
+    """Add the fields that earlier releases did not write; raises anything for an invalid field."""
     version = manifest["format_version"]
-    # For Python, True equals 1.
+    # Not isinstance, since True is an int that equals 1.
     if type(version) is not int or version != FORMAT_VERSION:
         problem = f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}"
         raise CheckpointError(problem)
-    # Adding 0 refuses text, which `int` would take.
+    # Adding 0 rejects a string, which `int` would convert.
     manifest["step"] = int(manifest["step"] + 0)
     files: dict[str, dict[str, Any]] = {}
     for name, entry in manifest["files"].items():
@@ -119,14 +119,14 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
             "digest": str(base["digest"]),
             "tied": dict(base["tied"]),
         }
-    # Earlier releases had the loss of the validation only.
+    # Earlier releases stored only the validation loss.
     loss = manifest.get("validation_loss")
     rule, score = manifest.get("score") or ["min validation_loss", loss]
-    # Adding 0.0 makes a float of a number, and refuses text, which `float` would take.
+    # Adding 0.0 converts a number to a float and rejects a string, which `float` would convert.
     manifest["validation_loss"] = None if loss is None else loss + 0.0
     manifest["score"] = ["" + rule, None if score is None else score + 0.0]
     names = list(files)
-    # In an object store, and where it was copied from there, the files are in a folder.
+    # In an object store, and in copies from one, the files are in a subfolder.
     if "folder" in manifest:
         names.append(manifest["folder"])
     for name in names:
@@ -156,13 +156,13 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def verify(path: Place, group: Group | None = None) -> Verified:
-    """Verify a checkpoint, every byte, the work divided among the ranks; collective.
+    """Verify every byte of a checkpoint; the ranks divide the files among them; collective.
 
-    Returns the manifest ({} if it is damaged) and the problems, the same on every rank. RankError,
-    on every rank, when any rank cannot read something, which is no damage.
+    Returns the manifest ({} if it is damaged) and the problems, the same on every rank. Raises
+    RankError, on every rank, when any rank cannot read a file, which does not mean damage.
     """
     group = group or Group()
-    # What fails is read a second time: one wrong read must not cost a good checkpoint its name.
+    # A failed check is repeated, so that one bad read does not condemn a good checkpoint.
     manifest, problems = _read_on_first(path, group)
     if problems:
         manifest, problems = _read_on_first(path, group)
@@ -189,12 +189,12 @@ def _read_on_first(path: Place, group: Group) -> Verified:
 def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[str]:
     """Return what is wrong with the files of a checkpoint, the same on every rank; collective.
 
-    RankError, on every rank, if one of them cannot read a file.
+    Raises RankError, on every rank, if one of them cannot read a file.
     """
     local = local_copy(path, manifest, group)
     problems: list[str] = []
     with group.together():
-        # Hashing releases Python's lock: a file for each core that this rank may use.
+        # Hashing releases the GIL, so each core that this rank may use hashes a file.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             checks = []
             for name in files_of_rank(manifest, local.rank, local.ranks):
@@ -204,7 +204,7 @@ def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[st
             problem = check.result()
             if problem is not None:
                 problems.append(problem)
-    # Each once: several machines may have met the same problem.
+    # Several machines may report the same problem: keep each once.
     distinct: dict[str, None] = {}
     for of_one_rank in group.gather(problems):
         distinct.update(dict.fromkeys(of_one_rank))
@@ -212,11 +212,11 @@ def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[st
 
 
 def files_of_rank(manifest: dict[str, Any], rank: int, ranks: int) -> list[str]:
-    """Return the names of the files that one of several ranks checks: about as many bytes each."""
+    """Return the names of the files that a rank checks; all ranks get about as many bytes."""
     sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
     largest_first = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    # In snake order, which balances the bytes: one to each rank from the first to the last, then
-    # one to each from the last to the first, and so on.
+    # Snake order balances the bytes: deal one file to each rank from first to last, then from last
+    # to first, and so on.
     names: list[str] = []
     for index, name in enumerate(largest_first):
         turn, offset = divmod(index, ranks)

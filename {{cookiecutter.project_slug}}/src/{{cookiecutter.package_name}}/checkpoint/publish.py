@@ -1,19 +1,20 @@
-"""Publish, find, set aside and prune checkpoints: a directory of them survives any crash.
+"""Publish, find, set aside and prune checkpoints, so that their directory survives any crash.
 
-A checkpoint is a directory `step_00000120/`: a manifest.json and the files it names. A save takes
-these steps. Once there is a loadable checkpoint, there is one at every instant:
+A checkpoint is a directory `step_00000120/` with a manifest.json and the files it names. A save
+takes these steps. From the first save on, there is a loadable checkpoint at every instant:
 
-1. rank 0 makes a fresh, reserved directory beside the published ones;
+1. rank 0 makes a new reserved directory next to the published ones;
 2. every rank writes its files there; a failure on any rank fails the save on every rank;
 3. every rank syncs its files to disk and hashes them (sha256);
 4. rank 0 writes the manifest, syncs it and the directory;
 5. rank 0 renames the reservation to its final name, and syncs the parent directory;
 6. rank 0 prunes.
 
-What is published is never written again. A restore takes the newest checkpoint whose manifest and
-files verify. It moves a damaged one aside, with a warning, and never counts it.
+A published checkpoint is never written to again. A restore takes the newest checkpoint whose
+manifest and files verify. It moves damaged ones aside with a warning, and retention ignores them.
 
-The file system must be POSIX and shared by all ranks; rename must be atomic and fsync honest.
+The file system must be POSIX and shared by all ranks. Its rename must be atomic, and its fsync must
+really write to disk.
 """
 
 import contextlib
@@ -37,7 +38,7 @@ from .manifest import FORMAT_VERSION, read_manifest, sealed, verify
 from .paths import Place, damaged, published
 
 log = logging.getLogger(__name__)
-# How the names of directories begin that are being written, and that are being removed.
+# Prefixes of directories that are being written, and of those that are being removed.
 RESERVED = ".saving-"
 DISCARDED = ".discarded-"
 # Writes a rank's files into a folder, and returns their names.
@@ -55,29 +56,32 @@ class RetentionConfig:
     keep: int = 3
     """Keep this many of the newest checkpoints, and the best by validation."""
     best: str = "validation_loss"
-    """Metric of the validation that decides which is the best, such as validation_accuracy."""
+    """Validation metric that selects the best checkpoint, such as validation_accuracy."""
     best_is: Literal["min", "max"] = "min"
-    """Whether its smallest or its largest value is the best."""
+    """Whether the smallest or the largest value is the best."""
     keep_every: int = 0
-    """Also keep for good each checkpoint whose step is a multiple of this (0: none)."""
+    """Also keep forever each checkpoint whose step is a multiple of this (0: none)."""
     frozen: Literal["all", "no"] = "all"
-    """Save frozen weights, too; "no" leaves out those that the files of --init-from have."""
+    """Frozen weights: "all" saves them, "no" leaves out those in the files of --init-from."""
     on_failure: Literal["stop", "continue"] = "stop"
-    """After a failed save: "stop" ends training, "continue" trains on to the next save."""
+    """After a failed save: "stop" ends training, "continue" trains until the next save."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
         if min(self.every, self.keep_every) < 0 or self.keep < 1:
             raise UserError("checkpoint: every and keep-every must be >= 0, keep must be >= 1")
         if not self.best.startswith("validation_"):
-            raise UserError("--checkpoint.best is a figure of the validation: validation_…")
+            raise UserError(
+                f"--checkpoint.best {self.best} is not a validation metric: its name must begin "
+                "with validation_, as in validation_loss"
+            )
 
 
 class Publisher:
     """The checkpoints of one run, in `directory`.
 
-    All ranks call `publish`, `newest_good` and `close` together. Of the other methods every rank
-    calls `folder_of` and `make_durable`; only rank 0 calls the rest.
+    All ranks call `publish`, `newest_good` and `close` together. Every rank also calls `folder_of`
+    and `make_durable`; only rank 0 calls the other methods.
     """
 
     start_over = "start over with --fresh, which sets the old run aside"
@@ -90,15 +94,15 @@ class Publisher:
         self.scores: dict[Place, list[Any]] = {}
         # Whether the names of the directory and its parents are synced to disk.
         self.synced = False
-        # Whether the storage has refused to remove something.
+        # Whether the storage has refused a removal.
         self.refused = False
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
-        """Save one checkpoint: the six steps above. Returns where it is.
+        """Save one checkpoint in the six steps above, and return its path; collective.
 
-        `write(folder)` writes this rank's files and names them; all ranks call it together, and it
-        raises on all of them. `facts` go into the manifest. CheckpointError, on every rank, when
-        any rank failed; then nothing of the attempt is left.
+        `write(folder)` writes this rank's files and returns their names. All ranks call it
+        together, and if it raises, it raises on all of them. `facts` go into the manifest. Raises
+        CheckpointError, on every rank, when any rank failed; the partial files are removed.
         """
         group = self.group
         reserved = ""
@@ -122,7 +126,7 @@ class Publisher:
                 if group.is_first:
                     self.commit(reserved, manifest)
         except UserError:
-            # Another run has taken over the directory: nothing there is this run's to remove.
+            # Another run has taken over the directory, so remove nothing from it.
             raise
         except Exception as error:
             if group.is_first and reserved:
@@ -131,17 +135,17 @@ class Publisher:
         path = self.directory / step_name(step)
         if group.is_first:
             if "score" in facts:
-                # So that `prune` need not read it back from the manifest.
+                # Saves `prune` reading it back from the manifest.
                 self.scores[path] = facts["score"]
             self.prune()
         return path
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """Return the newest checkpoint that verifies, later than step `after`; None if none does.
+        """Return the newest checkpoint after step `after` that verifies; None if none does.
 
-        Collective. Damaged ones are renamed to `step_….damaged-<n>`. CheckpointError if only
-        damaged ones are there: a person must decide whether to start over. RankError if one cannot
-        be read, which is no damage: a retry may succeed.
+        Collective. Damaged ones are renamed to `step_….damaged-<n>`. Raises CheckpointError if all
+        are damaged: a person must decide whether to start over. Raises RankError if one cannot be
+        read, which does not mean damage: a retry may succeed.
         """
         group = self.group
         paths: list[Place] = []
@@ -159,7 +163,7 @@ class Publisher:
             with group.together():
                 if group.is_first:
                     aside = str(self.set_aside(path))
-            text = "DAMAGED CHECKPOINT %s: %s. Moved to %s; going back to the one before it."
+            text = "DAMAGED CHECKPOINT %s: %s. Moved to %s; trying the previous checkpoint."
             log.warning(text, path, "; ".join(problems), group.broadcast(aside))
 
         names: list[str] = []
@@ -178,15 +182,15 @@ class Publisher:
         """Do nothing, since `publish` leaves nothing to wait for."""
 
     def prune(self) -> None:
-        """Remove what retention does not keep, and reservations that nobody writes to.
+        """Remove checkpoints that retention does not keep, and abandoned reservations.
 
-        A failure is a warning: the checkpoint is saved all the same.
+        A failure only logs a warning, since the new checkpoint is saved.
         """
         try:
             scores: dict[Place, list[Any]] = {}
             for path in published(self.directory):
-                # One with a damaged manifest is neither counted nor removed: a person should see
-                # it. Nor is one that cannot be read just now.
+                # A checkpoint whose manifest is damaged, or cannot be read just now, is neither
+                # counted nor removed: a person should look at it.
                 with contextlib.suppress(RankError, OSError):
                     if path in self.scores:
                         scores[path] = self.scores[path]
@@ -208,7 +212,7 @@ class Publisher:
             self.warn_not_removed(error)
 
     def warn_not_removed(self, error: Exception) -> None:
-        """Warn that old checkpoints stay; only once if this run has no permission to remove any."""
+        """Warn that old checkpoints were not removed; only once if permission is missing."""
         if isinstance(error, PermissionError):
             if self.refused:
                 return
@@ -219,10 +223,10 @@ class Publisher:
         """Make a fresh directory to write into, and return its name."""
         if not self.synced:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Any name in the path may be new and not synced: this run has made it, or one that was
-            # killed before it could sync it.
+            # Any directory in the path may be new and not yet synced: made by this run, or by one
+            # that was killed before it could sync.
             for parent in self.directory.parents:
-                # Without these rights no process of this user has made a name here, or above.
+                # Without write permission, no process of this user can have made one here or above.
                 if not os.access(parent, os.R_OK | os.W_OK):
                     break
                 sync_directory(parent)
@@ -261,13 +265,13 @@ class Publisher:
         try:
             sync_directory(self.directory)
         except OSError:
-            # After a power loss the new name may be gone, so this does not count as published.
+            # A power loss could undo the rename, so the checkpoint does not count as published.
             with contextlib.suppress(OSError):
                 os.rename(target, reservation)
             raise
 
     def abandon(self, reserved: str) -> None:
-        """Remove what a failed save has written."""
+        """Remove the files of a failed save."""
         shutil.rmtree(self.directory / reserved, ignore_errors=True)
 
     def set_aside(self, path: Path) -> Path:
@@ -281,35 +285,37 @@ class Publisher:
 
     def discard(self, path: Path) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
-        # It is renamed first: a crash half way through must not leave half a checkpoint.
+        # Rename it first, so that a crash half-way does not leave half a checkpoint.
         try:
             os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
         except OSError as error:
-            # A lower layer of an overlay cannot rename folders. Without its manifest, half a
-            # checkpoint counts as a damaged one.
+            # Overlay file systems cannot rename folders of a lower layer. Remove the manifest
+            # first: without it, half a checkpoint counts as damaged.
             if error.errno != errno.EXDEV:
                 raise
             (path / MANIFEST).unlink()
             shutil.rmtree(path)
 
     def remove_leftovers(self) -> None:
-        """Remove what was discarded, or reserved by a process that is gone."""
-        # Nobody else writes here: the run directory has one writer, and it saves one at a time.
+        """Remove discarded checkpoints, and reservations of processes that are gone."""
+        # A reservation here is abandoned: the run directory has one writer, which saves one
+        # checkpoint at a time.
         names = os.listdir(self.directory) if self.directory.exists() else []
         leftovers = [name for name in names if name.startswith((RESERVED, DISCARDED))]
         if leftovers:
-            # The renames must be on disk first, those of a killed process too. Otherwise a crash of
-            # the machine might bring back the name of a checkpoint that is half removed.
+            # Renames must be on disk first, including those of a killed process. Otherwise a crash
+            # of the machine could restore the name of a checkpoint that is half removed.
             sync_directory(self.directory)
             for name in leftovers:
                 shutil.rmtree(self.directory / name, ignore_errors=True)
 
 
 def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:
-    """Return the best of checkpoints, oldest first, by the newest one's rule; None without scores.
+    """Return the best of checkpoints, which are listed oldest first; None without any score.
 
-    A score is a rule and a value, such as ["min validation_loss", 1.2], or None for the value if
-    there was no validation. Scores by another rule do not count; of equal ones the newest is best.
+    A score is a rule and a value, such as ["min validation_loss", 1.2]; the value is None if there
+    was no validation. The newest rule decides, and scores by another rule do not count. Among equal
+    scores the newest checkpoint is the best.
     """
     best: Place | None = None
     best_value = math.nan

@@ -1,9 +1,9 @@
-"""What a checkpoint holds, tensors by name, and how files of tensors are read.
+"""Collect the tensors of a checkpoint by name, and read files of tensors.
 
-`{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`: tensors only, under the names
-that `model.state_dict()` gives. In memory each has one name, as in "optimizer.norm.weight.exp_avg".
-No Python object is pickled, and no code in a file runs; the rest (step, samples, settings,
-identity) is JSON in the manifest.
+A checkpoint holds `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`, with the
+names of `model.state_dict()`. In memory the names are flat, as in "optimizer.norm.weight.exp_avg".
+No Python objects are pickled, and loading a file runs no code from it. Everything else (step,
+samples, settings, identity) is JSON in the manifest.
 """
 
 import inspect
@@ -25,21 +25,21 @@ from ..files import read_json
 from . import CheckpointError
 from .manifest import reading
 
-# By names as in "model.norm.weight".
+# Flat names such as "model.norm.weight", and their tensors.
 Tensors = dict[str, torch.Tensor]
 SAFETENSORS = ".safetensors"
-# The beginnings of tensors' names in a checkpoint, and the name of the note in a .pt file.
+# Prefixes of tensor names in a checkpoint, and the name of the note in a .pt file.
 MODEL = "model."
 OPTIMIZER = "optimizer."
 NOTE = "note"
-# What peft puts into the names of the weights of a layer that it adapts, or trains a copy of.
+# What peft inserts into the weight names of a layer that it adapts, or of which it trains a copy.
 ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
-# Entries of an optimizer's groups that this project sets and does not save.
+# Entries that this project sets in an optimizer's groups, and does not save.
 GROUP_SETTINGS = ("lr", "initial_lr", "rate_factor", "ema_decay", "matrices")
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a nested dictionary by the names that DCP gives them."""
+    """Yield the tensors of a nested dictionary with flat names, as DCP flattens them."""
     if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
@@ -50,7 +50,7 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def nested(tensors: Tensors) -> dict[str, Any]:
-    """Return the nested dictionary that is saved: the opposite of `flat`."""
+    """Return the nested dictionary that is saved: the inverse of `flat`."""
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, Tensors] = {}
     for full_name, tensor in tensors.items():
@@ -64,36 +64,36 @@ def nested(tensors: Tensors) -> dict[str, Any]:
 
 
 def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    """CheckpointError for a target that was not saved, or with another shape."""
+    """Raise CheckpointError for a target that was not saved, or has another shape."""
     for name, target in targets.items():
         if name not in saved:
-            raise CheckpointError(f"there is no {name} in what was saved")
-        # Without this check, copying would repeat a smaller one.
+            raise CheckpointError(f"the saved tensors have no {name}")
+        # Without this check, copying would broadcast a smaller tensor.
         if saved[name].shape != target.shape:
-            shapes = f"{list(saved[name].shape)}, wanted {list(target.shape)}"
-            raise CheckpointError(f"{name} is {shapes}")
+            shapes = f"{list(saved[name].shape)}, expected {list(target.shape)}"
+            raise CheckpointError(f"{name} has shape {shapes}")
 
 
 class Source(Protocol):
-    """Tensors that can be read: those of a checkpoint, or of a file that anybody has written.
+    """Readable tensors: those of a checkpoint, or of a file of weights from anywhere.
 
-    `forms` are tensors of their shapes and dtypes, by name.
+    `forms` maps each name to a tensor of its shape and dtype.
     """
 
     path: Path
     forms: Tensors
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run, of sharded ones the shards of this rank.
+        """Copy values into tensors of the run; into sharded tensors, only this rank's shard.
 
-        Collective. CheckpointError, on every rank, when any rank failed.
+        Collective. Raises CheckpointError, on every rank, when any rank failed.
         """
 
 
 class OneFile:
-    """Tensors in one file, of `torch.save` or of safetensors, or in a folder of the latter.
+    """Tensors in one file of `torch.save` or safetensors, or in a folder of safetensors.
 
-    `forms` are the tensors by name. They are mapped: `read` reads their values.
+    `forms` are the tensors by name. They are memory-mapped; `read` reads their values.
     """
 
     def __init__(self, path: Path) -> None:
@@ -103,15 +103,15 @@ class OneFile:
             for file in weight_files(path):
                 for name, tensor in load_file(file):
                     if name in self.forms:
-                        problem = f"{path} has tensors of the same name in several files"
-                        raise UserError(f"{problem}: give one")
+                        problem = f"several files in {path} have a tensor named {name}"
+                        raise UserError(f"{problem}: give one file instead of the folder")
                     self.forms[name] = tensor
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run, of sharded ones the shards of this rank.
+        """Copy values into tensors of the run; into sharded tensors, only this rank's shard.
 
-        Collective. CheckpointError, on every rank, before anything is copied if a tensor is missing
-        or has another shape.
+        Collective. If a tensor is missing or has another shape, raises CheckpointError on every
+        rank before anything is copied.
         """
         with group.together():
             check_shapes(self.forms, targets)
@@ -123,12 +123,12 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files of weights at a path: itself, or the safetensors in a folder."""
     if not path.is_dir():
         return [path]
-    # Beside the files of the index, or the one file, a folder may have the same weights again.
+    # A folder may also hold the same weights in other files, so the index or model file decides.
     index = path / f"model{SAFETENSORS}.index.json"
     if index.is_file():
         file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
-            raise UserError(f"{index} has no weight_map")
+            raise UserError(f"{index} has no weight_map: download the index again, or remove it")
         return [path / Path(name).name for name in sorted(set(map(str, file_of.values())))]
     if (path / f"model{SAFETENSORS}").is_file():
         return [path / f"model{SAFETENSORS}"]
@@ -136,20 +136,20 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of a file by name, mapped unless it is of an old torch.save."""
+    """Return the tensors of a file by name, memory-mapped unless an old torch.save wrote it."""
     if path.suffix == SAFETENSORS:
         return load_safetensors(path).items()
-    # Before torch.save wrote zip files, what it wrote cannot be mapped.
+    # Only the zip files of newer torch.save versions can be mapped.
     can_be_mapped = zipfile.is_zipfile(path)
     return flat(torch.load(path, map_location="cpu", weights_only=True, mmap=can_be_mapped))
 
 
 def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
-    """Return the stored names of weights, by the names that a model may have for them."""
-    # Files differ in what they put before a name ("model.", DDP's "module.") or inside (compile's
-    # "_orig_mod."): the prefix that leaves most of the expected names is taken off.
+    """Map the names that a model may use for weights to their stored names."""
+    # Files add prefixes to names ("model.", DDP's "module.") or infixes (compile's "_orig_mod.").
+    # The prefix is removed that leaves the most expected names.
     expected = set(expected)
-    # Several expected names may be one stored name, since an adapter of peft copies some layers.
+    # Several expected names may map to one stored name, since peft's adapters copy some layers.
     expected_by_plain_name: dict[str, list[str]] = {}
     for name in expected:
         expected_by_plain_name.setdefault(without_adapters(name), []).append(name)
@@ -168,7 +168,7 @@ def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, st
                     continue
                 name = name.removeprefix(prefix)
                 names[name] = full_name
-                # Under its own name, a tensor that is stored goes before one of the base.
+                # A tensor that is stored under its own name takes precedence over a base layer's.
                 for expected_name in expected_by_plain_name.get(name, []):
                     names.setdefault(expected_name, full_name)
             fitting = len(names.keys() & expected)
@@ -178,31 +178,31 @@ def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, st
 
 
 def without_adapters(name: str) -> str:
-    """Return the name of a weight as it was before peft put its layer into an adapter."""
+    """Return the name of a weight as it was before peft wrapped its layer in an adapter."""
     return ADAPTED.sub(".", name.removeprefix("base_model.model."))
 
 
 def is_named(name: str, names: tuple[str, ...]) -> bool:
-    """Tell whether a tensor is one of those that are named, or in a module that is."""
+    """Tell whether `names` lists a tensor, or a module that contains it."""
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
 def optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield what any optimizer saves: the name of each value, its dictionary, and its key there."""
+    """Yield each value that an optimizer saves: its name, the dictionary with it, and its key."""
     seen: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            # The state of tied weights is saved once; their average under each of the names, as
-            # `model.state_dict()` has the weights.
+            # The state of tied weights is saved once, but their EMA under each of their names, like
+            # the weights in `model.state_dict()`.
             if value is not None and (parameter not in seen or key == EMA):
                 yield f"{name}.{key}", state, key
         seen.add(parameter)
-    # Some optimizers count their steps in their groups, beside their settings. Settings are not
-    # saved: they are the arguments of the class, or of the classes of `optimizers` where an
-    # optimizer is made of several.
+    # Some optimizers keep state such as a step counter in their groups, next to their settings.
+    # Settings are not saved: these are the constructor's arguments, including those of the parts
+    # of an optimizer that is composed of several (`optimizers`).
     settings = set(GROUP_SETTINGS)
     settings |= inspect.signature(type(optimizer)).parameters.keys()
     for one in getattr(optimizer, "optimizers", ()):
@@ -224,17 +224,20 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
         elif isinstance(value, int):
             value = torch.tensor(value)
         elif not isinstance(value, torch.Tensor):
-            raise UserError(f"optimizer state can be tensors and numbers; {name} is {type(value)}")
+            raise UserError(
+                f"the optimizer's state {name} is of type {type(value).__name__}, which cannot be "
+                "saved: use an optimizer whose state is tensors and numbers"
+            )
         tensors[name] = value
     return tensors
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Let the optimizer allocate its state, by a step that changes nothing worth keeping."""
-    # Only the optimizer itself knows which tensors it keeps, and of which shapes and dtypes. It
-    # takes a step with a learning rate and gradients of 0, after which its settings are restored.
+    """Make the optimizer allocate its state, by a step with zero learning rate and gradients."""
+    # Only the optimizer knows which tensors it keeps, with which shapes and dtypes. Its settings
+    # are restored afterwards; the checkpoint overwrites the state.
     settings: list[dict[str, Any]] = []
-    # Parameters that are alike share one gradient, since the first touch of memory takes long.
+    # Parameters of the same form share one gradient, since touching new memory is slow.
     zeros: dict[Any, torch.Tensor] = {}
     for group in optimizer.param_groups:
         settings.append({key: value for key, value in group.items() if key != "params"})
@@ -256,29 +259,29 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
-    """CheckpointError for a NaN in any tensor, or an infinity in a trained weight of the model."""
-    # Steps that are not finite are skipped, so there should be none; but a checkpoint with them
-    # would verify, and push out the good ones. Buffers may be infinite, as masks are.
+    """Raise CheckpointError for a NaN in any tensor, or an infinity in a trained weight."""
+    # Non-finite steps are skipped, so there should be none. But a checkpoint with them would
+    # verify, and retention would remove the good ones. Buffers such as masks may be infinite.
     weights = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     for name, value in tensors.items():
         tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # The smallest and the largest element, which are NaN if any element is.
+        # The minimum and the maximum are NaN if any element is.
         numpy_knows_it = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
         if tensor.device.type == "cpu" and numpy_knows_it:
-            # numpy stays on one thread. A torch operator in the writer's thread would start a
-            # second pool of threads.
+            # NumPy uses one thread. A torch operator in the writer's thread would start a second
+            # OpenMP thread pool.
             array = tensor.numpy()
             extremes = [float(array.min()), float(array.max())]
         else:
-            # float8 cannot be compared.
+            # There are no comparisons for float8.
             if tensor.itemsize == 1:
                 tensor = tensor.float()
             extremes = torch.stack(torch.aminmax(tensor)).tolist()
         for extreme in extremes:
             if math.isnan(extreme) or (math.isinf(extreme) and name in weights):
-                raise CheckpointError(f"{name} is not finite")
+                raise CheckpointError(f"{name} has NaN or infinite values")
 
 
 def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
@@ -286,7 +289,10 @@ def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
     result: dict[str, list[Any]] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
-            raise UserError(f"only tensors can be checkpointed; {name} is extra state of a module")
+            raise UserError(
+                f"{name} is not a tensor and cannot be saved: make it a buffer (register_buffer) "
+                "instead of get_extra_state()"
+            )
         result[name] = [*value.shape, str(value.dtype).removeprefix("torch.")]
     return result
 
@@ -294,7 +300,7 @@ def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
 def identity_differences(
     saved: Any, ours: dict[str, Any], there: str = "saved", here: str = "now"
 ) -> list[str]:
-    """Return each field that differs, with both values; `saved` may be anything out of JSON."""
+    """Describe each field that differs, with both values; `saved` may be any JSON value."""
     differences: list[str] = []
     if not isinstance(saved, dict):
         saved = {}
@@ -302,7 +308,7 @@ def identity_differences(
         old = saved.get(field)
         new = ours.get(field)
         if isinstance(old, dict) and isinstance(new, dict):
-            # A dictionary can be large, as that of all shapes is: three differences are named.
+            # A dictionary can be large, such as that of all shapes: name only three differences.
             keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             for key in keys[:3]:
                 values = f"{old.get(key)!a:.100} {there}, {new.get(key)} {here}"
@@ -315,19 +321,19 @@ def identity_differences(
 
 
 def require_same_identity(identity: dict[str, Any], group: Group) -> None:
-    """UserError, on every rank, when one has other data or another model than rank 0."""
+    """Raise UserError, on every rank, if the data or model of one differs from rank 0's."""
     first = group.broadcast(identity)
     with group.together():
         problems = identity_differences(first, identity, "on rank 0", "here")
         if problems:
             raise UserError(
-                f"rank {group.rank} is not of the same run as rank 0: {'; '.join(problems)}. All "
-                "machines need the same code, settings and data"
+                f"rank {group.rank} differs from rank 0: {'; '.join(problems)}. All machines need "
+                "the same code, settings and data"
             )
 
 
 def offer_weights(path: Any, differences: list[str]) -> str:
-    """Return how another run begins with a checkpoint's weights, if the parameters are alike."""
+    """Return how another run can start from a checkpoint's weights; "" if parameters differ."""
     if any(difference.startswith("parameters") for difference in differences):
         return ""
-    return f", which begins with these weights by --init-from {path}"
+    return f", which starts from these weights with --init-from {path}"

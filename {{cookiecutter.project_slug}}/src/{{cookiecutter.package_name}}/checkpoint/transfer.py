@@ -1,7 +1,7 @@
-"""Weights from elsewhere, and checkpoints exported as one file and imported from one.
+"""Load weights from other runs and files; export a checkpoint to one file, or import one.
 
-A .pt file made here has a note beside its tensors: manifest and settings of the run as JSON, in a
-tensor of bytes. So it is a checkpoint to resume from.
+An exported .pt file also has a note: the manifest and settings of the run, as JSON in a tensor of
+bytes. With it, the file can become a run that resumes.
 """
 
 import contextlib
@@ -52,37 +52,39 @@ FILES = (".pt", ".pth", SAFETENSORS)
 
 @dataclass(frozen=True, kw_only=True)
 class ExportConfig:
-    """What to write, and where."""
+    """The checkpoint to export, and its target."""
 
     to: Path
-    """FILE.pt (torch.save, with the optimizer's state), FILE.safetensors (weights alone), FILE.pt2
-    (a program of torch.export), or a directory for a run that resumes there"""
+    """FILE.pt (torch.save, with optimizer state), FILE.safetensors (weights only), FILE.pt2
+    (a torch.export program), or a directory for a run that resumes there"""
     step: Step = None
-    """Step of the checkpoint, or "best" by validation; else the newest good one."""
+    """Step of the checkpoint, or "best" by validation (default: the newest good one)."""
     source: Path | None = None
-    """Another run, checkpoint or exported file than the run of that name (for .pt2: a run)."""
+    """Run, checkpoint or exported file to read instead of the run --name (.pt2: only a run)."""
     weights: Weights = "last"
     """Weights to write: the last ones, or their EMA (--optim.ema)."""
     base: Path | None = None
-    """Where the weights are now that --checkpoint.frozen no left out, if they have moved."""
+    """New path of the frozen weights that --checkpoint.frozen no left out, if they moved."""
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
-    """Write a checkpoint as something else, in this one process; return a line that says so.
+    """Export a checkpoint to `options.to`, in this one process; return a summary line.
 
-    Takes as much host memory as the result takes on disk, twice as much for safetensors.
+    Needs as much host memory as the result needs on disk, and twice as much for safetensors.
     """
     target = options.to
     where = options.source or run_dir
     is_file = target.suffix in FILES
     is_empty_folder = target.is_dir() and not os.listdir(target)
     if target.exists() and (is_file or not is_empty_folder):
-        raise UserError(f"{target} is there already: give another place, nothing is overwritten")
+        raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
     is_for_transformers = re.fullmatch(r"(.*[-_.])?hf", target.name)
     if not is_file and (target.suffix[1:].isalpha() or is_for_transformers):
-        kinds = f"files are {', '.join(FILES)}, .pt2; a run is a directory; hf and …-hf are for "
-        kinds += "transformers, which needs a project with text=tokenizer"
-        raise UserError(f"{target}: {kinds}")
+        formats = f"{', '.join(FILES)} or .pt2 for a file, and a plain name for a run's directory"
+        raise UserError(
+            f"--to {target}: unknown format. Use {formats}; hf and …-hf are for transformers, "
+            "which needs a project with text=tokenizer"
+        )
     with_optimizer = target.suffix != SAFETENSORS
     path, manifest = find_checkpoint(where, options.step, base=options.base)
     with reading(path):
@@ -90,12 +92,14 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         note = make_note(where, path, manifest) if manifest else read_note(source)
         if not note:
             raise UserError(
-                f"{path} does not say which run and step it is of: only checkpoints and .pt files "
-                f"that `export` has made do. Begin a run with its weights: train --init-from {path}"
+                f"{path} does not say which run and step it comes from; only checkpoints and .pt "
+                f"files made by `export` do. Start a run from its weights: train --init-from {path}"
             )
         step = note["manifest"]["step"]
         if options.step not in (None, "best", step):
-            raise UserError(f"{path} is of step {step}, not {options.step}")
+            raise UserError(
+                f"{path} is of step {step}, not {options.step}: give another --source or --step"
+            )
         parameters = note["manifest"]["identity"]["parameters"]
         tensors = read_state(source, parameters, with_optimizer, options.weights)
     if is_file:
@@ -110,12 +114,13 @@ def export(run_dir: Path, options: ExportConfig) -> str:
 def find_checkpoint(
     where: Place, step: Step = None, group: Group | None = None, base: Path | None = None
 ) -> Found:
-    """Return a verified checkpoint to read from: a run's newest good one, the best, or one by step.
+    """Find a checkpoint to read from, verify it, and return its path and manifest.
 
-    `where` is a run or a checkpoint. It may also be a file of torch.save or safetensors, or a
-    folder of safetensors or DCP: these have the manifest {} and cannot be verified. `base`: where
-    the weights are now that the checkpoint leaves out. Collective with a `group`; nothing is
-    changed. UserError if there is no good checkpoint.
+    `where` is a checkpoint or a run; of a run, `step` selects the checkpoint (None: the newest good
+    one). It may also be a file of torch.save or safetensors, or a folder of safetensors or DCP:
+    these cannot be verified, and their manifest is {}. `base` is the new path of weights that the
+    checkpoint leaves out. Collective with a `group`; changes nothing on disk. Raises UserError if
+    there is no good checkpoint.
     """
     group = group or Group()
     where = storage_path(where)
@@ -126,7 +131,7 @@ def find_checkpoint(
             paths, have_manifests = candidates(where, step)
     paths, have_manifests = group.broadcast((paths, have_manifests))
     if not have_manifests:
-        log.warning("%s has no manifest: whether it is whole cannot be verified", where)
+        log.warning("%s has no manifest: it is used without verification", where)
         return paths[0], {}
     for path in paths:
         manifest, problems = verify(path, group)
@@ -136,7 +141,7 @@ def find_checkpoint(
 
                 manifest = check_base(manifest, base, run_of(path), group)
             return path, manifest
-        # A run that still trains may have pruned it just now.
+        # A run that is still training may just have pruned it.
         if path.exists():
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
     steps = [path.name.removeprefix("step_") for path in published(checkpoints_of(where))]
@@ -148,9 +153,9 @@ def find_checkpoint(
 
 
 def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
-    """Return what `find_checkpoint` may take, the best first, and whether these have manifests."""
+    """Return the paths for `find_checkpoint` to try in order, and whether they have manifests."""
     if not where.exists():
-        raise UserError(f"there is nothing at {where}")
+        raise UserError(f"{where} does not exist: give the path of a run, checkpoint or file")
     if (where / MANIFEST).exists():
         return [where], True
     if where.is_file() or (where / DCP_INDEX).exists():
@@ -169,14 +174,14 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
 
 
 def best_checkpoint(directory: Place) -> Place:
-    """Return the checkpoint with the best validation; UserError if none was validated."""
+    """Return the checkpoint with the best validation score; UserError if none was validated."""
     scores: dict[Place, Any] = {}
     for path in published(directory):
         with contextlib.suppress(CheckpointError, OSError):
             scores[path] = read_manifest(path)["score"]
     best = best_by_validation(scores)
     if best is None:
-        raise UserError(f"no checkpoint in {directory} has a validation: give a --step by number")
+        raise UserError(f"no checkpoint in {directory} was validated: give --step a number")
     return best
 
 
@@ -190,17 +195,17 @@ def load_weights(
     base: Path | None = None,
     new: tuple[str, ...] = (),
 ) -> str:
-    """Load weights alone into a model, from anything that holds some; return a line about it.
+    """Load weights into a model from a run, checkpoint or file; return a summary line.
 
-    Collective. Tensors that only one side has are left out and listed, or refused when `strict`.
-    `new`: tensors, or modules of them, that stay as they are. `base` as in `find_checkpoint`.
-    UserError also when a tensor has another shape or when nothing fits.
+    Collective. Tensors that only one side has are skipped and listed, or an error when `strict`.
+    `new` lists tensors or modules that keep their initial values. `base` is as in
+    `find_checkpoint`. Raises UserError also when a shape differs or no name matches.
     """
     path, manifest = find_checkpoint(where, step, group, base)
     with group.together():
         source = open_tensors(path, manifest)
-        # A model with this method can begin with the files of another library. It gives their
-        # tensors the names that they have in the model, and leaves other names alone.
+        # A model with this method can load the files of another library. The method renames their
+        # tensors to the model's names, and leaves other names alone.
         if not manifest and isinstance(source, OneFile) and hasattr(model, "from_transformers"):
             rename: Any = model.from_transformers
             with reading(path):
@@ -215,7 +220,10 @@ def load_weights(
     left_new = {name for name in ours if is_named(name, new)}
     for each in new:
         if not any(is_named(name, (each,)) for name in ours):
-            raise UserError(f"--init-new {each}: the model has no tensor or module of that name")
+            raise UserError(
+                f"--init-new {each}: the model has no tensor or module of that name; "
+                "model.state_dict() has the names"
+            )
     saved = with_averages(weight_names(source.forms, ours), source, weights)
     common = [name for name in ours if name in saved and name not in left_new]
     for name in common:
@@ -223,28 +231,31 @@ def load_weights(
         if shape != ours[name].shape:
             raise UserError(f"{path}: {_other_shape(name, shape, ours[name].shape)}")
     if not common:
-        raise UserError(f"{path} and this model have no parameter name in common")
+        raise UserError(
+            f"{path} and this model have no parameter name in common: rename the file's tensors, "
+            "or give another file"
+        )
     notes: list[str] = []
     missing = [name for name in _missing_names(model, set(common)) if name not in left_new]
     if missing:
-        notes.append(f"missing there, left as they were: {_listed(missing)}")
-    # Under another name, a tensor may be one of the model's, as with an adapter of peft.
+        notes.append(f"not in the file, kept as initialized: {_listed(missing)}")
+    # A tensor may be used under another name, as with peft's adapters.
     used = {saved[name] for name in ours if name in saved}
     unused = sorted(name for name in saved.keys() - ours.keys() if saved[name] not in used)
     if unused:
-        notes.append(f"there but not wanted: {_listed(unused)}")
+        notes.append(f"only in the file, ignored: {_listed(unused)}")
     notes = [printable(note) for note in notes]
     if notes and strict:
         raise UserError(f"{path} does not match this model exactly; {'; '.join(notes)}")
     if left_new:
-        notes.append(f"new, as --init-new says: {', '.join(sorted(left_new))}")
+        notes.append(f"kept as initialized (--init-new): {', '.join(sorted(left_new))}")
     source.read({saved[name]: ours[name] for name in common}, group)
     release_copies()
     return "; ".join([f"{len(common)} tensors from {path}", *notes])
 
 
 def _listed(names: list[str]) -> str:
-    """Join names by commas; after the tenth, only their number is given."""
+    """Join up to ten names with commas, and count the rest."""
     more = len(names) - 10
     if more > 0:
         names = [*names[:10], f"and {more} more"]
@@ -252,13 +263,13 @@ def _listed(names: list[str]) -> str:
 
 
 def _other_shape(name: str, there: torch.Size, here: torch.Size) -> str:
-    """Return how a tensor's shape differs from the one that was saved, and the way out."""
-    text = f"{name} is {list(there)} there and {list(here)} in this model"
-    way_out = f"Let it begin as build_model makes it: --init-new {name}"
+    """Return how a tensor's shape differs from the saved one, and what to do."""
+    text = f"{name} has shape {list(there)} there and {list(here)} in this model"
+    way_out = f"Keep it as build_model initializes it: --init-new {name}"
     has_grown = len(here) == 2 and here[1:] == there[1:] and here[0] > there[0]
     if has_grown:
-        text += f", {here[0] - there[0]} rows more (classes, a vocabulary, or positions)"
-        way_out += ", or let build_model fill it with the old rows, too"
+        text += f", {here[0] - there[0]} more rows (classes, a vocabulary, or positions)"
+        way_out += ", or let build_model copy the old rows into it"
     return f"{text}. {way_out}"
 
 
@@ -278,9 +289,10 @@ def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
 
 
 def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:
-    """Return the stored names: of the averages if `weights` says so (UserError if there are none).
+    """Return the stored names to load: those of the EMA if `weights` is "ema".
 
-    A tensor without an average, such as a buffer, keeps its own.
+    A tensor without an average, such as a buffer, keeps its own name. Raises UserError if there are
+    no averages.
     """
     if weights == "last":
         return saved
@@ -290,20 +302,19 @@ def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> di
         if average in source.forms:
             averages[name] = average
     if not averages:
-        raise UserError(f"{source.path} has no average of the weights: train with --optim.ema")
+        raise UserError(f"{source.path} has no EMA of the weights: train with --optim.ema")
     return saved | averages
 
 
 def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, Any]:
     """Return the note for a file made from the checkpoint at `path`, found at `where`.
 
-    The files config.json and spec.json of the run go into it. Where there are none, the manifest
-    has the settings.
+    It contains the run's config.json and spec.json; without a config.json, the manifest's settings.
     """
-    # With a store, `where` may be a run directory.
+    # If the checkpoint is in an object store, `where` may still be the run directory.
     run = run_of(path) or where
     manifest = dict(manifest)
-    # What is exported has all weights.
+    # An export contains all weights, so it needs no base.
     manifest.pop("base", None)
     note = {"manifest": manifest, "config": manifest["config"]}
     for name in ("config", "spec"):
@@ -314,15 +325,15 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
 
 
 def run_of(path: Place) -> Path | None:
-    """Return the run directory that a checkpoint is in; None if it is in a store."""
+    """Return the run directory of a checkpoint; None if it is in an object store."""
     return path.resolve().parent.parent if isinstance(path, Path) else None
 
 
 def read_note(source: Source) -> dict[str, Any]:
-    """Return the note in a file made here, {} if it has none."""
+    """Return the note in a file made by `export`; {} if it has none."""
     if not isinstance(source, OneFile) or NOTE not in source.forms:
         return {}
-    # Somebody else's file may have any tensor of that name.
+    # A file from elsewhere may have an unrelated tensor of that name.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         note = json.loads(source.forms[NOTE].numpy().tobytes())
         if note["manifest"]["identity"]:
@@ -333,9 +344,9 @@ def read_note(source: Source) -> dict[str, Any]:
 def read_state(
     source: Source, parameters: dict[str, Any], with_optimizer: bool, weights: Weights
 ) -> Tensors:
-    """Read the model and, if wanted, the optimizer of a source into new memory on the host.
+    """Read the model, and the optimizer if `with_optimizer`, into new host memory.
 
-    UserError if a tensor of `parameters` is missing.
+    Raises UserError if a tensor in `parameters` is missing.
     """
     stored: dict[str, str] = {}
     for name in source.forms:
@@ -343,7 +354,10 @@ def read_state(
             stored[name.removeprefix(MODEL)] = name
     lost = parameters.keys() - stored.keys()
     if lost:
-        raise UserError(f"the source has no {', '.join(sorted(lost)[:3])}: not all of the model")
+        raise UserError(
+            f"{source.path} lacks tensors of the model ({', '.join(sorted(lost)[:3])}): give a "
+            "--source with all of them"
+        )
     # The names of the tensors in the result, and in the source.
     names: dict[str, str] = {}
     for name, stored_name in with_averages(stored, source, weights).items():
@@ -361,7 +375,7 @@ def read_state(
 
 
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Publish as the one checkpoint of a new run, with the identity of the run it is of."""
+    """Publish tensors as the only checkpoint of a new run, with the identity of the original."""
     group = Group()
     facts = dict(note["manifest"])
     step = facts["step"]
@@ -370,7 +384,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
     with RunDirectory(run_dir, group) as directory:
         config = note["config"]
         if config:
-            # The new run has its checkpoints on disk, wherever the other one had them.
+            # The new run keeps its checkpoints on disk, and they contain all weights.
             checkpoint = dict(config.get("checkpoint", {}))
             checkpoint.pop("url", None)
             checkpoint.pop("local_first", None)
@@ -387,7 +401,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
 
 
 def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Write a file of safetensors or of torch.save, by its name."""
+    """Write a file in the format of its suffix: safetensors, otherwise torch.save."""
     with whole_file(target) as file:
         if target.suffix == SAFETENSORS:
             model = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}
@@ -400,9 +414,9 @@ def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def whole_file(target: Path) -> Iterator[BinaryIO]:
-    """Open a file to write, which replaces `target` at the end of the block.
+    """Open a file for writing that atomically replaces `target` at the end of the block.
 
-    UserError if that fails: then `target` is as it was.
+    Raises UserError if writing fails; then `target` is unchanged.
     """
     try:
         with replacing(target) as temporary, open(temporary, "xb") as file:

@@ -1,4 +1,4 @@
-"""The `verify` command: a line for each checkpoint of a run."""
+"""Verify and list the checkpoints of a run: the `verify` command."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,14 +42,14 @@ def list_checkpoints(run_dir: Path) -> Listing:
                 line += "  best"
             lines.append(line)
         elif path.exists():
-            # Otherwise a run that still trains has just pruned it.
+            # If the path is gone, a run that is still training has just pruned it.
             any_damaged = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
     for name in damaged(directory):
         lines.append(f"{name}  set aside")
     for manifest in good.values():
         if "base" in manifest:
-            # Those of one run have the same base.
+            # All checkpoints of a run have the same base.
             problem = _problem_of_base(manifest, run_dir)
             any_damaged = any_damaged or bool(problem)
             lines.append(problem or f"frozen weights  good  {manifest['base']['path']}")
@@ -58,7 +58,7 @@ def list_checkpoints(run_dir: Path) -> Listing:
 
 
 def _problem_of_base(manifest: dict[str, Any], run_dir: Path) -> str:
-    """Return what is wrong with the weights that a checkpoint leaves out; "" if nothing is."""
+    """Return the problem with the weights that a checkpoint leaves out, or ""."""
     from .base import check_base
 
     try:
@@ -69,7 +69,7 @@ def _problem_of_base(manifest: dict[str, Any], run_dir: Path) -> str:
 
 
 def _describe(path: Place, manifest: dict[str, Any]) -> str:
-    """Return the line of a good checkpoint: its size, and the metric that it is ranked by."""
+    """Return the line for a good checkpoint: its size, and the metric that it is ranked by."""
     sizes = [entry["size"] for entry in manifest["files"].values()]
     files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
     line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"

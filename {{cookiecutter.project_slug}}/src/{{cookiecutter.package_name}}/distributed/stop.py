@@ -1,4 +1,4 @@
-"""Stop signals, and how all processes act on them at the same step."""
+"""Handle stop signals, so that all ranks act on them at the same step."""
 
 import contextlib
 import math
@@ -13,51 +13,50 @@ from typing import Any, Literal
 from ..errors import STOP_SIGNALS
 from . import Group, regrouping
 
-# The exit code after "regrouping" (EX_TEMPFAIL): any but 0 makes torchrun start the ranks again.
+# Exit code after "regrouping" (EX_TEMPFAIL): any code except 0 makes torchrun restart the ranks.
 TO_BE_RESTARTED = 75
 
 
 @dataclass(frozen=True)
 class Agreed:
-    """What any rank has asked for; all ranks read the same at the same step."""
+    """Requests of any rank, which all ranks see at the same step."""
 
-    # The number of the signal, 0 if no rank got one.
+    # The number of the signal; 0 if no rank got one.
     stop_signal: int = 0
-    # Whether a callback ends the run.
+    # Whether a callback asks to end the run.
     finish: bool = False
     save_failed: bool = False
 
     @property
     def ends_run(self) -> bool:
-        """Whether the loop is to save and to end."""
+        """Tell whether the loop must save and end."""
         return self.finish or self.stop_signal > 0
 
 
 class Stop:
-    """Handles the stop signals: the handler reports the first and sets a flag; the loop polls.
+    """Handles stop signals: the handler logs the first one and sets a flag, which the loop polls.
 
     A second Ctrl-C, or one during start-up, raises KeyboardInterrupt at once.
     """
 
     def __init__(self, group: Group) -> None:
         self.group = group
-        # The last stop signal that this process got, and when it got the first one, by
-        # time.monotonic().
+        # The last stop signal of this process, and the time of the first one (time.monotonic()).
         self.signal: int | None = None
         self.received_at = math.inf
-        # What the callback says that ends the run.
+        # The reason given by the callback that ends the run.
         self.reason = ""
-        # Whether the loop has begun to poll: before that, the run is in its start-up.
+        # Whether the loop has polled; before its first poll, the run is starting up.
         self.polled = False
-        # The handlers that were there before.
+        # The handlers to restore at the end.
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         numbers = list(STOP_SIGNALS)
-        # nohup ignores it.
+        # nohup ignores SIGHUP, and so does this run then.
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
-        # Only the main thread can handle signals; in another one a run handles none.
+        # Only the main thread can handle signals; a run in another thread handles none.
         with contextlib.suppress(ValueError):
             for number in numbers:
                 self.previous[number] = signal.signal(number, self._handle)
@@ -65,8 +64,8 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for number, handler in self.previous.items():
-            # A run that is about to exit, since it was stopped, must not die of a second signal.
-            # Unlike SIG_IGN, child processes do not inherit a function that does nothing.
+            # A second signal must not kill a stopped run that is about to exit. Unlike SIG_IGN,
+            # child processes do not inherit a handler that does nothing.
             if self.signal is not None and handler == signal.SIG_DFL:
                 handler = _ignore
             signal.signal(number, handler)
@@ -74,9 +73,9 @@ class Stop:
             self.group.settle()
 
     def poll(self, save_failed: bool = False) -> Agreed:
-        """Share what this rank was asked for, and whether its save failed; what all ranks agree on.
+        """Send this rank's requests, and return those that all ranks agree on.
 
-        Each poll returns the flags sent at the poll before, so that no rank waits. Only the first
+        Each poll returns the flags sent at the previous poll, so that no rank waits. Only the first
         poll waits: a stop during start-up takes effect before the first step.
         """
         self.polled = True
@@ -98,7 +97,7 @@ class Stop:
         self.reason = reason or "a callback"
 
     def outcome(self, agreed: Agreed) -> Literal["finished", "preempted", "regrouping"]:
-        """The final status of a run that has saved everything, from what it ended for."""
+        """Return the final status of a run that has saved everything."""
         if agreed.finish or not agreed.stop_signal:
             return "finished"
         if regrouping(lambda: self.signal is not None):
@@ -113,14 +112,14 @@ class Stop:
             if self.group.rank == 0:
                 doing = self.group.doing if self.polled else "start-up"
                 said = f"{signal.Signals(number).name}: stopping as soon as the {doing} allows\n"
-                # A terminal shows "^C" on the line.
+                # A terminal shows "^C" at the start of the line.
                 if sys.stderr.isatty():
                     said = f"\n{said}"
-                # Not by sys.stderr: the signal may have interrupted a call of it.
+                # Not with sys.stderr, since the signal may have interrupted a write to it.
                 with contextlib.suppress(OSError):
                     os.write(2, said.encode())
         self.signal = number
 
 
 def _ignore(number: int, frame: types.FrameType | None) -> None:
-    """A signal handler that does nothing."""
+    """Handle a signal by doing nothing."""

@@ -1,7 +1,7 @@
-"""Bad steps, whose loss or gradient is not finite: skipped, counted, or traced to their samples.
+"""Skip and count bad steps, whose loss or gradient is not finite, or find the samples at fault.
 
-A bad step changes nothing: the optimizer does not step, and the buffers that forward has written
-(batch statistics) are restored.
+A bad step changes nothing: the optimizer does not step, and buffers that forward has written (batch
+statistics) are restored.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer unless `bad` is set.
 
-    A fused optimizer decides on the device, by the flag that gradient scalers use. For any other
-    one the host waits for the device.
+    A fused optimizer decides on the device, with the flag that gradient scalers use. With any other
+    optimizer the host waits for the device.
     """
     if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
@@ -39,11 +39,11 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 
 
 class RunningBuffers:
-    """Persistent buffers, which forward may write, such as batch statistics.
+    """Persistent buffers that forward may change, such as batch statistics.
 
-    One rule for them: after the forwards of each step the ranks agree, on the mean of fractional
-    and complex ones and on rank 0's of all others (counts, flags). Nothing else changes them: no
-    bad step, no save, no validation, no recomputation of activations.
+    After the forwards of each step they are the same on all ranks: the mean over the ranks for
+    floating-point and complex buffers, rank 0's value for all others (counts, flags). Bad steps,
+    saves, validation and recomputed activations do not change them.
     """
 
     # Indices of the buffers that forward changes; None until the ranks have compared them once.
@@ -51,7 +51,7 @@ class RunningBuffers:
 
     def __init__(self, model: nn.Module) -> None:
         saved = model.state_dict(keep_vars=True)
-        # By module and attribute, because a forward may assign a new tensor.
+        # Buffers are stored as module and attribute, since a forward may assign a new tensor.
         self.slots: list[tuple[nn.Module, str]] = []
         self.names: list[str] = []
         self.copies: list[torch.Tensor] = []
@@ -63,7 +63,7 @@ class RunningBuffers:
                 self.copies.append(buffer.detach().clone())
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return the tensors that the model has now; UserError if a shape has changed."""
+        """Return the current buffers of the model; UserError if a shape has changed."""
         result: list[torch.Tensor] = []
         for (module, attribute), name, copy in zip(
             self.slots, self.names, self.copies, strict=True
@@ -72,16 +72,15 @@ class RunningBuffers:
             if tensor.shape != copy.shape:
                 raise UserError(
                     f"the shape of the buffer {name} has changed from {tuple(copy.shape)} to "
-                    f"{tuple(tensor.shape)}: a resume could not load it. Register it in __init__ "
-                    "(model.py) with the largest shape that it can have, and a second buffer that "
-                    "holds how much of it is in use, or with persistent=False if a resume can do "
-                    "without it"
+                    f"{tuple(tensor.shape)}, so a resume could not load it. In __init__ (model.py) "
+                    "register it with its largest shape, and a second buffer for the size in use; "
+                    "or with persistent=False if a resume does not need it"
                 )
             result.append(tensor)
         return result
 
     def keep(self) -> None:
-        """Copy the buffers; call it before forward."""
+        """Copy the buffers; call this before forward."""
         if self.slots:
             torch._foreach_copy_(self.copies, self.tensors())
 
@@ -96,11 +95,11 @@ class RunningBuffers:
 
 
 class BadSteps:
-    """A callback: warns of skipped steps, and ends the run after too many of them in a row.
+    """Callback that warns of skipped steps, and ends the run after too many of them in a row.
 
-    With `--train.on-bad-step stop` it ends the run at the first bad step and names the samples:
-    a binary search repeats the step on parts of its batch, without changing anything. The host then
-    waits for the device at each step.
+    With `--train.on-bad-step stop` it ends the run at the first bad step and names the samples at
+    fault: a binary search repeats the step on subsets of its batch, without changing anything. In
+    this mode the host waits for the device at each step.
     """
 
     def __init__(
@@ -113,48 +112,52 @@ class BadSteps:
         self.in_a_row = 0
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """UserError for a bad step if the run is to stop there, or for too many in a row."""
+        """Raise UserError at a bad step in "stop" mode, or after too many in a row."""
         if self.stop:
-            # At a log step the count has moved from the state into the record.
+            # At a log step the record has the count, and the state's is reset.
             skipped = int(state.bad_steps) if record is None else record["skipped_steps"]
             if skipped:
                 self._name_samples(state)
         if record is None:
             return
         skipped = record["skipped_steps"]
-        # The mean loss is NaN when none of the steps was good.
+        # The mean loss is NaN if all steps since the last log line were bad.
         if math.isnan(record["loss"]):
             self.in_a_row += skipped
         else:
             self.in_a_row = 0
         if skipped and self.group.rank == 0:
-            log.warning("%d steps up to %d were not finite: skipped", skipped, state.step)
+            log.warning(
+                "skipped %d steps up to step %d: their loss or gradient was not finite",
+                skipped,
+                state.step,
+            )
         if 0 < self.limit <= self.in_a_row:
             raise UserError(
-                f"the last {self.in_a_row} steps had a loss or gradient that was not finite; "
-                "they were skipped. Look at the data, or lower --optim.learning-rate"
+                f"the last {self.in_a_row} steps were skipped, since their loss or gradient was "
+                "not finite: look at the data, or lower --optim.learning-rate"
             )
 
     def _name_samples(self, state: "State") -> None:
-        log.info("step %d was not finite: searching its batch for the cause", state.step)
+        log.info("step %d was not finite: searching its batch for bad samples", state.step)
         ids = state.loader.source.order.ids(state.step - 1).tolist()
         with self.group.phase("search for bad samples"):
             bad = [str(ids[index]) for index in self._search(state, 0, len(ids))]
         if bad:
-            cause = f"samples {', '.join(bad)} make it so, each alone"
+            cause = f"each of the samples {', '.join(bad)} causes it"
         else:
-            cause = "no sample makes it so alone, only the batch as a whole"
+            cause = "no single sample causes it, only the whole batch"
         raise UserError(
             f"the loss or the gradient of step {state.step} is not finite; {cause}. The step "
             "changed nothing. Look at the data, or skip such steps with --train.on-bad-step skip"
         )
 
     def _search(self, state: "State", low: int, high: int) -> list[int]:
-        """Return the indices in batch[low:high] of the samples that are bad on their own."""
+        """Return the indices in batch[low:high] of the samples that are bad by themselves."""
         world = state.world
         size = state.config.train.micro_batch_size
         plan = micro_batches(high - low, size, world.rank, world.size, low)
-        # The loss is summed over all ranks, so all of them take the same way through the search.
+        # The loss is summed over all ranks, so all of them take the same branches.
         trial = try_step(self.train_step, state, state.step - 1, plan)
         if not trial.bad_steps:
             return []
@@ -165,10 +168,10 @@ class BadSteps:
 
 
 class FrozenOptimizer:
-    """Stands in for an optimizer in a step that must not change the weights."""
+    """Replaces an optimizer in a step that must not change the weights."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Copies, since a step sets the learning rate in its groups.
+        # The groups are copied, since a step sets their learning rate.
         self.param_groups = [dict(group) for group in optimizer.param_groups]
         self.zero_grad = optimizer.zero_grad
 
@@ -179,14 +182,14 @@ class FrozenOptimizer:
 def try_step(
     train_step: Callable[..., None], state: "State", step: int, plan: list[MicroBatch]
 ) -> "State":
-    """Take a step on these micro-batches that changes nothing; return its copy of the state."""
+    """Run a step on these micro-batches without updating anything; return its copy of the state."""
     frozen: Any = FrozenOptimizer(state.optimizer)
     trial = dataclasses.replace(
         state,
         step=step,
         plan=plan,
         optimizer=frozen,
-        # Without a checkpointer the step does not wait for a save: it changes no weights.
+        # Without a checkpointer the step does not wait for a save, since it changes no weights.
         checkpointer=None,
         sums=0.0,
         bad_steps=0,

@@ -1,4 +1,4 @@
-"""How the loop calls callbacks; callbacks.py says what they are, `_run` (train.py) lists them."""
+"""Call callbacks from the loop. callbacks.py documents them; `_run` (train.py) lists them."""
 
 import contextlib
 import logging
@@ -9,9 +9,9 @@ log = logging.getLogger(__name__)
 
 
 def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
-    """Enter the callbacks that are context managers, and return all of them, to be called.
+    """Enter the callbacks that are context managers, and return all callbacks.
 
-    `stack` leaves them at its end. A harmless one is returned in a wrapper that catches its errors.
+    `stack` exits them. A callback marked `harmless` is wrapped, so that its errors are caught.
     """
     entered: list[Any] = []
     for callback in callbacks:
@@ -19,7 +19,7 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
             to_call: Any = Harmless(callback)
         else:
             to_call = callback
-        # Harmless has methods for a context manager whether the callback has them or not.
+        # Look at the callback itself, since Harmless always has __enter__.
         if hasattr(callback, "__enter__"):
             stack.enter_context(to_call)
         entered.append(to_call)
@@ -27,12 +27,12 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
 
 
 def find_methods(name: str, callbacks: Iterable[Any]) -> list[Callable[..., None]]:
-    """Return the methods of a name, of the callbacks that have one."""
+    """Return the method of this name from each callback that has one."""
     return [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
 
 
 class Harmless:
-    """A callback whose errors do not end the run: the first is a warning, and disables it."""
+    """Wrapper of a callback whose first error disables it with a warning; the run continues."""
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
@@ -52,7 +52,7 @@ class Harmless:
         self._call(self.entered.enter_context, self.callback)
 
     def __exit__(self, *exception: object) -> None:
-        """Leave the callback if it was entered, even after an error."""
+        """Exit the callback if it was entered, even after an error."""
         self._call(self.entered.__exit__, *exception)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> None:

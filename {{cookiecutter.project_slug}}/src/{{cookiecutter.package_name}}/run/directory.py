@@ -1,4 +1,4 @@
-"""A run's directory: one writer at a time, seen by all ranks, never overwritten."""
+"""Manage a run's directory: one writer at a time, visible to all ranks, never overwritten."""
 
 import contextlib
 import fcntl
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
+# Settings that belong to one run, and are not taken over by another.
 OF_ONE_RUN = (
     "name",
     "run_dir",
@@ -47,19 +48,19 @@ OF_ONE_RUN = (
     "init_new",
     "workflow",
 )
-# Settings that a start does not take from the run that it continues.
+# Settings that a restart does not take from the run that it resumes.
 OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "tracker.uri"}
 OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 
 
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
-    """The settings of a start: those of the run that it continues, overridden by what is typed.
+    """Return the saved settings of the run to resume, overridden by the command line.
 
-    `config` is what was typed, over the defaults; `read` reads it over given settings. UserError
-    if the run's settings cannot be used.
+    `config` has the typed settings over the defaults; `read` reads the command line over other
+    ones. Raises UserError if the saved settings cannot be used.
     """
     begun = any((config.directory / "checkpoints").glob("step_*"))
-    # Machines that have only a store in common could have other settings in their run directories.
+    # Machines that share only a store may have different settings in their run directories.
     store = None
     if config.checkpoint.far or not begun:
         store = getattr(config.checkpoint, "url", None)
@@ -68,14 +69,14 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     saved: dict[str, Any] | None = None
     if store:
         where = store
-        way_out = "give all settings by --config FILE.json"
+        way_out = "give all settings with --config FILE.json"
         saved = config.checkpoint.saved_settings(config.name)
     elif (config.directory / "config.json").exists():
         where = config.directory / "config.json"
         way_out = "correct it, or remove the file"
     else:
         where = config.directory / "checkpoints"
-        way_out = "copy the run's config.json, or give all settings by --config FILE.json"
+        way_out = "copy the run's config.json, or give all settings with --config FILE.json"
     try:
         if where == config.directory / "checkpoints":
             saved = settings_in_checkpoints(where)
@@ -84,7 +85,7 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
         taken: dict[str, Any] = {}
         not_taken = set(OF_ONE_START)
         if saved.get("checkpoint", {}).get("frozen") == "no":
-            # Each start reads the weights that the checkpoints leave out.
+            # A resume must read the weights that the checkpoints leave out.
             not_taken -= {"init_from", "init_new"}
         for name, value in flatten(saved):
             section = name.partition(".")[0]
@@ -92,44 +93,44 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
                 taken[name] = value
         result = read(taken)
     except (UserError, RecursionError) as error:
-        raise UserError(f"{error} (of {where}: {way_out})") from None
+        raise UserError(f"{error} (in {where}: {way_out})") from None
     _log_taken(dict(flatten(to_json(config))), dict(flatten(to_json(result))))
     return result
 
 
 def settings_in_checkpoints(directory: Path) -> dict[str, Any]:
-    """Read a run's settings from its newest manifest that is good; UserError if none has them."""
+    """Read a run's settings from its newest good manifest; UserError if none has them."""
     for path in reversed(published(directory)):
         with contextlib.suppress(CheckpointError):
             settings = read_manifest(path)["config"]
             if settings:
-                log.warning("config.json is missing: the settings are those in %s", path)
+                log.warning("config.json is missing: using the settings in %s", path)
                 return settings
     raise UserError("config.json is missing, and no checkpoint has the run's settings")
 
 
 def _log_taken(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Log the settings that were taken from the run and differ from the defaults."""
+    """Log the settings that were taken from the run and differ from those before."""
     texts: list[str] = []
     for name, value in after.items():
-        # Another line says how many steps there are.
+        # Another log line gives the number of steps.
         if name != "train.steps" and value != before.get(name):
             texts.append(f"{name} {value!s:.60} (default: {before.get(name)})")
     if texts:
-        log.info("settings of the run, unless you type others: %s", ", ".join(texts))
+        log.info("using the saved settings of the run: %s", ", ".join(texts))
 
 
-# Held by the run of this process.
+# Locked while this process has a run.
 _only_run = threading.Lock()
 
 
 @contextlib.contextmanager
 def only_run() -> Iterator[None]:
-    """Run a block as the only run of this process; UserError if there is one in another thread."""
+    """Run a block as the only run of this process; UserError if another thread has one."""
     if not _only_run.acquire(blocking=False):
         raise UserError(
-            "another run is under way in this process, and both would draw from torch's random "
-            "numbers: start each in a process of its own, or one after the other"
+            "another run is active in this process, and both would use torch's global random "
+            "generator: start each in its own process, or one after the other"
         )
     try:
         yield
@@ -138,14 +139,14 @@ def only_run() -> Iterator[None]:
 
 
 def lock_file(file: Any, used: Path) -> list[str]:
-    """Lock an open file until it is closed; return the lines below its owner's.
+    """Lock an open file until it is closed; return its lines after the first, which is the owner.
 
-    UserError, which says that `used` is in use, if another process has locked it.
+    Raises UserError, which names the path `used`, if another process has locked it.
     """
     file.seek(0)
     owner, *lines = file.read().splitlines() or ["another process"]
-    # A POSIX record lock: unlike flock it is not inherited by forked loader workers, which would
-    # hold it after the trainer was killed.
+    # lockf takes a POSIX record lock. Unlike one of flock, forked loader workers do not inherit it;
+    # they would keep it after the trainer was killed.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -158,8 +159,8 @@ def lock_file(file: Any, used: Path) -> list[str]:
 
 
 def write_owner(file: Any, *lines: str) -> None:
-    """Write into a locked file that this process has it, and more lines."""
-    # Python repeats this call when a signal interrupts it.
+    """Write into a locked file that this process owns it, followed by `lines`."""
+    # Not file.truncate: Python repeats os.ftruncate when a signal interrupts it.
     os.ftruncate(file.fileno(), 0)
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     file.writelines(f"{line}\n" for line in (owner, *lines))
@@ -167,7 +168,7 @@ def write_owner(file: Any, *lines: str) -> None:
 
 
 class Running(NamedTuple):
-    """What is asked about a run when an error has ended it."""
+    """The objects from which to record why an error ended the run."""
 
     state: "State"
     stop: Stop
@@ -176,7 +177,7 @@ class Running(NamedTuple):
 class RunDirectory:
     """Locks a run directory and opens its logs; `fresh` first renames an old run of that name.
 
-    `apart`: the machines need not share the directory, since the checkpoints are in a store.
+    With `apart` the machines need not share the directory, since checkpoints are in a store.
     """
 
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
@@ -187,15 +188,15 @@ class RunDirectory:
         self.fresh = fresh
         self.apart = apart
         self.logs = contextlib.ExitStack()
-        # The open file that is locked, on the rank that holds the lock.
+        # The locked open file, on the rank that holds the lock.
         self.lock: Any = None
-        # The machine and the versions.
+        # The machine and the versions, for status.json.
         self.origin: dict[str, Any] = {}
-        # From `begin` until the end is recorded.
+        # Set from `begin` until the end of the run is recorded.
         self.running: Running | None = None
 
     def __enter__(self) -> "RunDirectory":
-        """Lock the directory; UserError when another run has it, or not all ranks see it."""
+        """Lock the directory; UserError when another run has it, or a rank does not see it."""
         group = self.group
         launchers = [name for name in group.gather(launcher()) if name]
         with group.together():
@@ -219,7 +220,7 @@ class RunDirectory:
             self.lock.close()
 
     def begin(self, state: "State", stop: Stop, spec: dict[str, Any]) -> None:
-        """Write the settings, the data's spec, and that the run is under way; RankError if not."""
+        """Write the settings, the data's spec and the status "running"; RankError on failure."""
         self.origin = {"ranks": self.group.size, **where_measured(state.world.device)}
         if self.group.is_first:
             self.origin["source"] = code_version()
@@ -231,16 +232,16 @@ class RunDirectory:
         self.running = Running(state, stop)
 
     def ended(self, step: int, steps: int) -> bool:
-        """Tell whether this run finished at this step, of as many steps as it has to take now."""
+        """Tell whether status.json says that the run finished at this step of `steps` steps."""
         expected = {"status": "finished", "step": step, "steps": steps}
         with contextlib.suppress(UserError):
             return expected.items() <= read_json(self.path / "status.json").items()
         return False
 
     def record_status(self, status: str, step: int, **details: Any) -> None:
-        """Write to status.json how the run ended, unless it says so already.
+        """Record in status.json how the run ended, unless it is recorded already.
 
-        A disk that fails is only a warning.
+        If that fails, it only logs a warning.
         """
         self.running = None
         with contextlib.suppress(UserError):
@@ -255,7 +256,7 @@ class RunDirectory:
                 log.warning("status.json cannot be written (%s): %s", status, error)
 
     def _record_error(self, error: BaseException, running: Running) -> None:
-        """Record what ended the run: a failure, or a stop that did not save its last step."""
+        """Record how the run ended: by a failure, or by a stop that did not save its last step."""
         if self.group.rank != 0:
             return
         state = running.state
@@ -264,13 +265,13 @@ class RunDirectory:
         saved = None
         if state.checkpointer:
             saved = state.checkpointer.last_good
-        # `error` is reported even if this fails.
+        # If this fails, `error` must still be reported.
         with contextlib.suppress(OSError):
             status = "preempted" if stopped else "failed"
             self._write_status(status, step=state.step, saved_step=saved, reason=reason)
         if stopped:
             what = "no step is saved" if saved is None else f"step {saved} is saved"
-            text = "stopped at step %d (%s); %s. To resume: the same command again"
+            text = "stopped at step %d (%s); %s. To resume, run the same command again"
             log.warning(text, state.step, reason, what)
 
     def _write_status(self, status: str, **details: Any) -> None:
@@ -281,8 +282,8 @@ class RunDirectory:
     def _take(self, launchers: list[str]) -> None:
         with naming(self.path / ".lock"):
             launchers_before = self._lock()
-            # The launcher is the same when torchrun has restarted the job. Then the run is resumed,
-            # and not renamed as an old one.
+            # If the launcher is the same, torchrun has restarted the job: then --fresh must not
+            # rename the run again but resume it.
             is_restart = not launchers_before.isdisjoint(launchers)
             is_empty = set(os.listdir(self.path)) <= {".lock"}
             if self.fresh and not is_restart and not is_empty:
@@ -292,7 +293,7 @@ class RunDirectory:
             write_owner(self.lock, *launchers)
 
     def _name_for_old_run(self) -> Path:
-        """Return a path beside the directory that nothing has."""
+        """Return an unused path next to the directory."""
         number = 1
         path = self.path.with_name(f"{self.path.name}.old-{number}")
         while path.exists():
@@ -312,6 +313,6 @@ class RunDirectory:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path / ".lock")):
                 self.lock = file
                 return set(launchers)
-        # Another run has renamed or removed the directory since: the lock is of no use.
+        # Another run has renamed or removed the directory meanwhile: lock the new one instead.
         file.close()
         return self._lock()

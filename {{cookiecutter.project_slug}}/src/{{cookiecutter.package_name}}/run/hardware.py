@@ -1,4 +1,4 @@
-"""The machine: its memory, floating-point operations, names and versions."""
+"""Measure the machine: memory, floating-point operations, device names and versions."""
 
 import contextlib
 import copy
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..device import move
 
-# Dense bf16 peaks in TFLOP/s, from the makers' data sheets, by words of the device's name.
+# Dense bf16 peaks in TFLOP/s from the makers' data sheets, by a word in the device's name.
 # fmt: off
 PEAK_BF16_TFLOPS = {
     "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
@@ -27,22 +27,22 @@ PEAK_BF16_TFLOPS = {
 
 
 def host_memory() -> int:
-    """Return the bytes in memory of this process and its loader workers, without mapped files."""
+    """Return the resident bytes of this process and its loader workers, without mapped files."""
     memory = psutil.Process().memory_info()
     resident = memory.rss - getattr(memory, "shared", 0)
-    # A forked worker shares most of its pages with this process. `uss` is what it has alone.
+    # A forked worker shares most pages with this process; `uss` counts only its own.
     for worker in multiprocessing.active_children():
-        # A worker may have ended meanwhile.
+        # A worker may just have ended.
         with contextlib.suppress(psutil.Error):
             resident += psutil.Process(worker.pid).memory_full_info().uss
     return resident
 
 
 class GarbageCollection:
-    """A callback: collects garbage at log lines only, and none of what was made before the run.
+    """Callback that collects garbage only at log lines, and never scans objects from before.
 
-    Python's own collection looks through all objects at a random moment. That stops one rank, and
-    all others that wait for it.
+    Python's automatic collection scans all objects at any moment. It stalls one rank, and so all
+    ranks that wait for it.
     """
 
     def __enter__(self) -> None:
@@ -55,19 +55,19 @@ class GarbageCollection:
         gc.unfreeze()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Collect young garbage, if the step has a log line."""
+        """Collect the younger generations if the step has a log line."""
         if record is not None:
             gc.collect(1)
 
 
 class MemoryUse:
-    """A callback: adds the memory to each log line.
+    """Callback that adds memory use to each log line.
 
-    `host_bytes` includes the `staging_bytes` of a save in the background.
+    `host_bytes` includes the `staging_bytes` of a background save.
     """
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Add to the log line, if there is one."""
+        """Add memory use to the record, if the step has one."""
         if record is None:
             return
         device = state.world.device
@@ -91,15 +91,15 @@ def in_units(size: float) -> str:
 def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
     """Count the FLOPs of the forward of one batch; backward takes twice as many.
 
-    Counted on meta tensors, so nothing is computed; None when the model cannot run on them.
+    The forward runs on meta tensors, so nothing is computed. Returns None if the model cannot.
     """
-    # The import takes 0.2 s, so it is not at the top: only a GPU of a known peak needs it.
+    # Imported here, since it takes 0.2 s and only GPUs with a known peak need it.
     from torch.utils.flop_counter import FlopCounterMode
 
     tensors = [*model.parameters(), *model.buffers()]
     # The user's model may raise anything on meta tensors.
     with contextlib.suppress(Exception), torch.no_grad():
-        # deepcopy takes what `memo` has for a tensor in place of a copy of it.
+        # deepcopy uses the tensors in `memo` in place of copies.
         shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
         with FlopCounterMode(display=False) as counter:
             compute(shadow, move(batch, torch.device("meta")))
@@ -108,17 +108,17 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the peak bf16 FLOP/s of a CUDA device by its name; None if it is not in the table."""
+    """Return the peak bf16 FLOP/s of a CUDA device; None if its name is not in the table."""
     name = device_name(device)
     for word, tflops in PEAK_BF16_TFLOPS.items():
-        # As a whole word: an RTX A1000 is no A100.
+        # Match whole words, since an RTX A1000 is not an A100.
         if re.search(rf"\b{word}\b", name):
             return 1e12 * tflops
     return None
 
 
 def device_name(device: torch.device) -> str:
-    """Return the maker's name of a CUDA device, the type of any other."""
+    """Return the product name of a CUDA device, or the type of any other device."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return device.type
@@ -140,7 +140,7 @@ def where_measured(device: torch.device) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the maker's name of the CPU on Linux, elsewhere what Python says."""
+    """Return the product name of the CPU on Linux, otherwise Python's name for it."""
     with contextlib.suppress(OSError):
         text = Path("/proc/cpuinfo").read_text("utf-8")
         model = re.search(r"^model name\s*: *(.+)", text, re.MULTILINE)
@@ -150,8 +150,8 @@ def cpu_name() -> str:
 
 
 def pin_to_numa_node(device: torch.device) -> None:
-    """Keep to the cores of a GPU's NUMA node, unless the user has chosen cores (Linux)."""
-    # With fewer usable cores than the machine has, the user or a container has chosen some.
+    """Pin this process to the cores of its GPU's NUMA node (Linux)."""
+    # If not all cores are usable, the user or a container has already chosen some.
     if device.type != "cuda" or usable_cores() != os.cpu_count():
         return
     gpu: Any = torch.cuda.get_device_properties(device)
@@ -167,7 +167,7 @@ def pin_to_numa_node(device: torch.device) -> None:
 
 
 def usable_cores() -> int:
-    """Return how many cores this process may use: in a container, perhaps not all there are."""
+    """Return the number of cores that this process may use; a container may have fewer."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A run's metrics: computed at log steps, written to metrics.jsonl and to the log."""
+"""Compute a run's metrics at log steps, and write them to metrics.jsonl and to the log."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-# The names that the run itself writes to metrics.jsonl. A metric of compute_loss needs another one.
+# Names that the run itself writes to metrics.jsonl. Metrics of compute_loss must not use them.
 FIGURES = re.compile(
     "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|"
     "(step|data|checkpoint_blocked|checkpoint_buffers)_seconds|"
@@ -36,11 +36,11 @@ FIGURES = re.compile(
 
 @dataclass
 class Mark:
-    """Totals at a record. The next record has the differences from them."""
+    """Totals at the last record; the next record reports the differences from them."""
 
     step: int
-    # The clock is time.perf_counter's; the others are seconds that training waited for data, for
-    # saves, and for the host buffers of saves.
+    # The time of time.perf_counter(), then the seconds that training has waited for data, for
+    # saves, and for the allocation of host buffers for saves.
     clock: float
     data_seconds: float
     blocked_seconds: float
@@ -48,7 +48,7 @@ class Mark:
 
 
 class Journal:
-    """A callback that writes metrics.jsonl, one object per line, and logs progress, on rank 0."""
+    """Callback that, on rank 0, logs progress and writes metrics.jsonl (one object per line)."""
 
     def __init__(self, run_dir: Path, state: "State", group: Group) -> None:
         self.path = run_dir / METRICS
@@ -56,7 +56,7 @@ class Journal:
         self.first_step = state.step
         self.last_step = state.config.train.steps
         self.batch_size = state.config.train.global_batch_size
-        # The spec of the data has it only where a sample is a sequence of tokens.
+        # The data's spec has it only if a sample is a sequence of tokens.
         self.tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
         self.mark = Mark(
             step=state.step,
@@ -65,15 +65,15 @@ class Journal:
             blocked_seconds=0.0,
             buffers_seconds=0.0,
         )
-        # Metrics of validations that were not finite, of which the log has warned.
+        # Validation metrics that were not finite, which a warning has named.
         self.undefined: set[str] = set()
-        # Lines that the disk has not taken yet.
+        # Lines that could not be written yet.
         self.unwritten = b""
 
     def begin(self, validation: dict[str, float]) -> None:
-        """Cut the file back to the step that the run starts from; RankError; collective.
+        """Truncate the file to the step that the run starts from; collective.
 
-        The metrics in `validation`, if any, are added to the line of that step.
+        Metrics in `validation` are added to the line of that step. Raises RankError on failure.
         """
         with self.group.together():
             if self.group.is_first:
@@ -82,8 +82,8 @@ class Journal:
 
     def record(self, state: "State") -> dict[str, Any]:
         """Return the metrics since the last record, the same on all ranks; waits for the device."""
-        # Steps only queue work on the device. To read a value, the host has to wait until all of
-        # that work is done, so everything is joined into one tensor and read once per record.
+        # Steps only queue work on the device, and reading a value waits until that work is done. So
+        # all values are joined into one tensor, which is read once per record.
         all_sums = torch.as_tensor(state.sums)
         bad_steps = torch.as_tensor(state.bad_steps).to(all_sums).view(1)
         grad_norm = torch.as_tensor(state.grad_norm).to(all_sums).view(1)
@@ -124,7 +124,7 @@ class Journal:
         if self.tokens_per_sample:
             record["tokens_per_second"] = samples_per_second * self.tokens_per_sample
         if state.peak_flops and state.forward_flops:
-            # A backward pass takes twice the operations of a forward pass.
+            # A backward pass takes twice the FLOPs of a forward pass.
             flops_per_second = 3 * samples_per_second * state.forward_flops
             record["mfu"] = flops_per_second / (state.peak_flops * self.group.size)
         return record
@@ -133,7 +133,7 @@ class Journal:
         """Write and log the record of a step, if it has one."""
         if record is None:
             return
-        # The next interval starts here: a validation between `record` and this call is left out.
+        # Restart the clock, so that a validation since `record` does not count as training time.
         self.mark.clock = time.perf_counter()
         if not self.group.is_first:
             return
@@ -143,8 +143,8 @@ class Journal:
 
     def _cut(self, validation: dict[str, float]) -> None:
         """Remove the lines after the first step, and add a validation to the line of that step."""
-        # A killed run may have written lines after its last checkpoint. The run takes those steps
-        # again and writes their lines again: without the cut, the file would hold them twice.
+        # A killed run may have written lines after its last checkpoint. A resume repeats those
+        # steps, so without this the file would have their lines twice.
         kept: list[bytes] = []
         if self.path.is_file():
             with naming(self.path), open(self.path, "rb") as file:
@@ -158,18 +158,18 @@ class Journal:
         self._show_validation({"step": self.first_step, **validation})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line, after those that could not be written; on an error all of them wait."""
+        """Append a line and earlier ones that failed; on an error, keep them for the next call."""
         has_warned = bool(self.unwritten)
         self.unwritten += as_line(record) + b"\n"
         try:
             with open_to_write(self.path, "ab", buffering=0) as file:
-                # A full disk may take the beginning of a line now, and the rest at a later step.
+                # A full disk may accept the start of a line now, and the rest at a later step.
                 while self.unwritten:
                     written = file.write(self.unwritten)
                     self.unwritten = self.unwritten[written:]
         except OSError as error:
             if not has_warned:
-                log.warning("metrics.jsonl cannot be written, its lines wait for room: %s", error)
+                log.warning("metrics.jsonl cannot be written: %s; retrying at each log step", error)
 
     def _show_validation(self, record: dict[str, Any]) -> None:
         shown = []
@@ -182,7 +182,8 @@ class Journal:
                 self.undefined.add(name)
                 log.warning(
                     "validation %s is %s at step %d: a checkpoint with such a value is never the "
-                    "best. A metric that some batches do not define needs its own count, 0 there",
+                    "best. If a batch may not define a metric, give it its own count, 0 in such a "
+                    "batch",
                     label,
                     value,
                     record["step"],
@@ -192,7 +193,7 @@ class Journal:
 
     def _show_progress(self, record: dict[str, Any], metrics: tuple[str, ...]) -> None:
         shown = [f"loss {record['loss']:.3f}"]
-        # The line has room for one metric.
+        # Only the first metric is shown, to keep the line short.
         if metrics:
             first = metrics[0]
             shown.append(f"{first.replace('_', ' ')} {record[first]:.3f}")
@@ -206,20 +207,20 @@ class Journal:
 
 
 def validation_figures(figures: dict[str, Any]) -> dict[str, float]:
-    """Return the metrics of a validation as they are recorded: floats named "validation_...".
+    """Convert the metrics of a validation to floats named "validation_...".
 
-    Callbacks may have added some. UserError, by name, for one that is not a number.
+    Callbacks may have added some. Raises UserError for one that is not a number.
     """
     recorded: dict[str, float] = {}
     for name, value in figures.items():
         try:
-            # float() would also accept a text of digits.
+            # float() would also accept a string of digits.
             if not hasattr(value, "__float__"):
                 raise TypeError
             number = float(value)
         except Exception:
-            # Each library raises its own error, torch for a tensor with several elements.
-            problem = f"the validation figure {name!a} is {value!r:.60}, which is no number"
+            # Libraries raise their own errors, as torch does for a tensor of several elements.
+            problem = f"the validation metric {name!a} is {value!r:.60}, which is not a number"
             raise UserError(f"{problem}: correct the callback that sets it") from None
         # Without the prefix it could replace a training metric of the same name.
         recorded[f"validation_{name.removeprefix('validation_')}"] = number
@@ -250,7 +251,7 @@ def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[s
 
 
 def validated_at(run_dir: Path, step: int) -> dict[str, float]:
-    """Return the validation's metrics in the line of a step, {} if there are none."""
+    """Return the validation metrics in the line of a step; {} if there are none."""
     for record in read_records(run_dir, step):
         if record["step"] == step:
             validation = validation_of(record)
@@ -262,7 +263,8 @@ def validated_at(run_dir: Path, step: int) -> dict[str, float]:
 def finite(value: Any) -> bool:
     """Tell whether a value of a record is a finite number."""
     try:
-        # Of something else than a number it raises a TypeError, of a huge integer the other.
+        # isfinite raises TypeError for a value that is not a number, OverflowError for huge
+        # integers.
         return math.isfinite(value)
     except (TypeError, OverflowError):
         return False
@@ -278,8 +280,8 @@ def validation_of(record: dict[str, Any]) -> dict[str, float]:
 
 
 def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | None:
-    """Return a line as a record; None if it is unreadable or of a later step."""
-    # A killed run can leave half a line, and a bad disk any bytes at all.
+    """Parse a line of metrics.jsonl; None if it is unreadable or from a later step."""
+    # A killed run can leave half a line, and a bad disk arbitrary bytes.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
         step = record["step"]
@@ -292,17 +294,17 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
 def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the names of a loss's metrics.
 
-    UserError if they are not those of the batch `before`, or if the run itself uses one of them.
+    Raises UserError if they differ from those of the batch `before`, or if the run itself uses one.
     """
     names = tuple(loss.metrics)
     what = "the metrics of compute_loss (model.py)"
     if before is not None:
         if names != before:
-            raise UserError(f"{what} must be the same in each batch: {names} follow on {before}")
+            raise UserError(f"{what} must be the same in each batch: now {names}, before {before}")
         return names
     for name in names:
         if FIGURES.fullmatch(name):
-            raise UserError(f"{what}: {name!r} is a figure of the run, choose another name")
+            raise UserError(f"{what}: the run itself records {name!r}; choose another name")
     return names
 
 
@@ -324,7 +326,7 @@ def _model(state: "State") -> str:
         text += f" ({trained:,} trained)"
     dtype = str(state.compute_dtype).removeprefix("torch.")
     text += f", {dtype} on {device_name(state.world.device)}, ranks: {state.world.size}"
-    # Compiling pays on a GPU, so a user should see whether it is on.
+    # Compiling is worthwhile on a GPU, so show whether it is on.
     if state.world.device.type == "cuda":
         text += f", --compile.mode {state.config.compile.mode}"
     return text

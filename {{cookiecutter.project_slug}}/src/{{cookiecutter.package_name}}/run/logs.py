@@ -1,10 +1,10 @@
-"""Logs: the console, and the files in a run's logs/.
+"""Log to the console and to files in a run's logs/.
 
-    console          rank 0: everything; other ranks: errors
+    console          everything from rank 0; errors from other ranks
     train.log        rank 0; each start of the run appends to it
-    rank_<n>.log     another rank: its log, and whatever else it prints
+    rank_<n>.log     each other rank: its log and everything else that it prints
 
-A rank's file also has the traceback that ended it, or the stacks of a crash.
+A rank's file also has the traceback of the error that ended it, or the stacks of a crash.
 """
 
 import contextlib
@@ -24,14 +24,14 @@ from ..files import naming, open_to_write
 
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
 WARNINGS = logging.getLogger("py.warnings")
-# The `extra` of a log call whose record the console leaves out.
+# The `extra` of a log call that the console does not show.
 ONLY_IN_FILES = {"only_in_files": True}
 
 
 class Console(logging.Handler):
-    """Prints log records; a terminal or a pipe that is gone does not end the run."""
+    """Prints log records; a closed terminal or pipe does not end the run."""
 
-    # The console itself, while stderr is redirected into a file.
+    # The original stderr, while sys.stderr is redirected to a file.
     stream: TextIO | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -46,7 +46,7 @@ class Console(logging.Handler):
 
 
 class LogFile(logging.StreamHandler[TextIO]):
-    """A file that records are appended to; a disk that fails does not end the run."""
+    """Appends log records to a file; a failing disk does not end the run."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(open_to_write(path, "a"))
@@ -55,17 +55,17 @@ class LogFile(logging.StreamHandler[TextIO]):
         self.setFormatter(formatter)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore it: the warning about metrics.jsonl says that the disk is full."""
+        """Ignore a failed write: the warning about metrics.jsonl reports a full disk."""
 
     def close(self) -> None:
-        """Close the file, on a full disk too."""
+        """Close the file, even on a full disk."""
         super().close()
         with contextlib.suppress(OSError):
             self.stream.close()
 
 
 def make_lenient(stream: TextIO) -> None:
-    """Let a stream drop what cannot be written: the terminal may be closed, or a pipe's reader."""
+    """Make a stream ignore write errors, since its terminal or pipe may be closed."""
     for name in ("write", "flush"):
         method = getattr(stream, name)
         setattr(stream, name, _without_os_errors(method))
@@ -83,7 +83,7 @@ def _without_os_errors(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_to_console() -> None:
-    """Show this package's log on the console: all records of rank 0, errors of other ranks."""
+    """Show this package's log on the console: all records of rank 0, only errors of other ranks."""
     _open_standard_streams()
     make_lenient(sys.stderr)
     rank = int(os.environ.get("RANK", "0"))
@@ -95,22 +95,22 @@ def log_to_console() -> None:
         console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
     PACKAGE.handlers[:] = [console]
     WARNINGS.handlers[:] = [console]
-    # The files get every record; the console filters by its own level.
+    # Log files get every record; the console filters by its own level.
     PACKAGE.setLevel(logging.DEBUG)
-    # Python's warnings are logged, too.
+    # Log Python's warnings, too.
     logging.captureWarnings(True)
 
 
 def _open_standard_streams() -> None:
-    """Open those of stdin, stdout and stderr that the process was started without."""
-    # A new descriptor is the lowest free number. Without this, a checkpoint could become number 1
-    # and receive what libraries print.
+    """Open stdin, stdout and stderr on /dev/null if the process was started without them."""
+    # A new file gets the lowest free descriptor. Otherwise a checkpoint could become descriptor 1,
+    # and libraries would print into it.
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor < 3:
         os.set_inheritable(descriptor, True)
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
-    # Python has None for a stream that was closed.
+    # In Python, a stream that was closed at the start is None.
     if not sys.stdout:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if not sys.stderr:
@@ -121,8 +121,8 @@ def _open_standard_streams() -> None:
 def logging_in(folder: Path, group: Any) -> Iterator[None]:
     """Append the log to this rank's file in a folder, too.
 
-    After `log_to_console` the file also gets the stacks of a crash and, on other ranks than 0,
-    everything that is printed; in a caller's own process these stay the caller's.
+    After `log_to_console`, the file also gets the stacks of a crash and, except on rank 0,
+    everything that is printed. In a process of another program, these are left to that program.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank_{group.rank}.log" if group.rank else "train.log"
@@ -135,17 +135,17 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
             logger.addHandler(handler)
             stack.callback(logger.removeHandler, handler)
         stack.callback(PACKAGE.setLevel, PACKAGE.level)
-        # Without a level it would leave out what is not a warning.
+        # Without a level, only warnings and errors would be logged.
         if PACKAGE.level == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
         console = _console()
         if console:
             faulthandler.enable(handler.stream)
             stack.callback(faulthandler.disable)
-            # Only a render for several ranks has this method, and other ranks than 0.
+            # Only projects for several ranks have this method, and ranks above 0.
             if group.rank:
                 stack.enter_context(group.printing_to(handler.stream, console))
-        # The name of the group ends with a comma; that of a single process is empty.
+        # str(group) is like "rank 1 of 2, "; for a single process it is empty.
         PACKAGE.info(
             "%sprocess %d on %s", group, os.getpid(), socket.gethostname(), extra=ONLY_IN_FILES
         )
@@ -165,7 +165,7 @@ def _console() -> Console | None:
 
 
 def _log_error(handler: logging.Handler, error: BaseException) -> None:
-    """Write what ends the run to the file alone: the caller reports it on the console."""
+    """Write the error that ends the run only to the file: the caller reports it on the console."""
     if isinstance(error, UserError):
         text = str(error)
     else:

@@ -1,4 +1,4 @@
-"""What a run relies on in your model: its modes, what is trained, and state outside of tensors."""
+"""Check a model's train/eval modes, trained parameters, and state that is not in tensors."""
 
 import contextlib
 import logging
@@ -14,30 +14,30 @@ if TYPE_CHECKING:
     from ..train import State
 
 log = logging.getLogger(__name__)
-# Attributes that torch gives every module.
+# Attributes that every torch module has.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 PLAIN = (bool, int, float, str)
 
 
 def begin_training(model: nn.Module) -> None:
-    """Put a new model into training mode, except the parts that build_model put in eval mode."""
+    """Put a new model into training mode, except modules that build_model put in eval mode."""
     if not model.training:
-        # Some libraries return a whole model in evaluation mode. Nobody trains one like that.
+        # Some libraries return the whole model in evaluation mode, which is not meant for training.
         model.train()
         return
-    # A frozen backbone keeps its batch statistics and has no dropout: such parts stay.
+    # A module in eval mode may be a frozen backbone, with fixed batch statistics and no dropout.
     kept: list[str] = []
     for name, module in model.named_modules():
         inside_another = any(name.startswith(f"{outer}.") for outer in kept)
         if not module.training and not inside_another:
             kept.append(name)
     if kept:
-        log.info("kept in evaluation mode, as build_model left them: %s", ", ".join(kept))
+        log.info("modules kept in evaluation mode, as set in build_model: %s", ", ".join(kept))
 
 
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Evaluate inside the block; afterwards each module has the mode that it had before."""
+    """Put a model into evaluation mode inside the block, then restore each module's mode."""
     in_training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -48,15 +48,15 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class ModelState:
-    """A callback, after yours: notices what neither other ranks nor a checkpoint could follow.
+    """Callback, called after yours, that finds state which other ranks or a resume would lose.
 
-    - A parameter frozen, unfrozen or given to the optimizer during the run: UserError.
-    - A buffer that was None until the first step: UserError, since ranks and resumes lack it.
-    - Python values that the first step has changed: a warning.
+    - UserError if a parameter was frozen, unfrozen or given to the optimizer during the run.
+    - UserError if a buffer was None until the first step.
+    - A warning if the first step has changed Python values of the model.
     """
 
     def __init__(self, state: "State") -> None:
-        # Where a module holds each parameter: FSDP puts another tensor there, and back.
+        # The dictionary and key that hold each parameter, since FSDP swaps the tensors in them.
         self.holders: list[tuple[dict[str, Any], str]] = []
         self.names: list[str] = []
         for path, module in state.model.named_modules():
@@ -71,42 +71,42 @@ class ModelState:
         self.is_first_step = True
 
     def before_step(self, state: "State") -> None:
-        """UserError if a callback has changed which parameters are trained."""
+        """Raise UserError if a callback has changed which parameters are trained."""
         way_out = (
-            "Give it to the optimizer from the start (optim.py), trainable and in a group with "
-            '"rate_factor": 0.0, and let the callback change that factor'
+            "Give such parameters to the optimizer from the start (optim.py), trainable and in a "
+            'group with "rate_factor": 0.0, and let the callback change that factor'
         )
         sizes = [len(group["params"]) for group in state.optimizer.param_groups]
         if sizes != self.sizes:
             raise UserError(
-                "the optimizer has got or lost parameters since the start of the run, which a "
+                "parameters were added to or removed from the optimizer during the run, which a "
                 f"resume cannot repeat. {way_out}"
             )
         trained = self._trained_now()
-        # One process can do it: the callback repeats it after a resume. Among several ranks DDP and
-        # FSDP would leave the gradients as they are on each rank.
+        # With one process this works, since the callback repeats it after a resume. With several
+        # ranks DDP and FSDP would not reduce these gradients.
         if trained != self.trained and state.world.size > 1:
             changed = zip(self.names, trained, self.trained, strict=True)
             name = next(name for name, now, before in changed if now != before)
             raise UserError(
-                f"{name} was frozen or unfrozen (requires_grad) during the run, which several "
-                f"ranks cannot follow. {way_out}"
+                f"{name} was frozen or unfrozen (requires_grad) during the run, which does not "
+                f"work with several ranks. {way_out}"
             )
 
     def _trained_now(self) -> list[bool]:
         return [parameters[name].requires_grad for parameters, name in self.holders]
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """Look once, after the first step of this start, at what forward has changed."""
+        """Check buffers and Python values once, after the first step of this process."""
         if not self.is_first_step:
             return
         self.is_first_step = False
         for module, name, full_name in self.undefined:
             if module._buffers[name] is not None:
                 raise UserError(
-                    f"the buffer {full_name} was None until the first step: neither the other "
-                    "ranks nor a resume would have it. Register it with its shape in __init__, and "
-                    "a second buffer that tells whether it is set"
+                    f"the buffer {full_name} was None until the first step, so other ranks and a "
+                    "resume would lack it: register it with its shape in __init__ (model.py), and "
+                    "a second buffer for whether it is set"
                 )
         changes: list[str] = []
         after = plain_attributes(state.model)
@@ -116,14 +116,14 @@ class ModelState:
                 changes.append(f"{name} ({before} -> {value})")
         if changes and state.world.rank == 0:
             log.warning(
-                "the first step has changed Python attributes of the model, which no checkpoint "
-                "holds: %s. A resumed run starts with the first value; use a buffer to keep one",
+                "the first step has changed Python attributes of the model, which checkpoints do "
+                "not save: %s. A resumed run starts from the old values; use buffers to save them",
                 ", ".join(changes[:3]),
             )
 
 
 def undefined_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
-    """List persistent buffers that are None: the module, their name in it, and their full name."""
+    """List the persistent buffers that are None, as (module, name in it, full name)."""
     result: list[tuple[nn.Module, str, str]] = []
     for path, module in model.named_modules():
         for name, buffer in module._buffers.items():
@@ -133,7 +133,7 @@ def undefined_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 
 def plain_attributes(model: nn.Module) -> dict[str, str]:
-    """Return numbers, texts, None and "a tensor" by the names of the modules' attributes."""
+    """Return the repr of plain attributes of all modules by full name; "a tensor" for tensors."""
     values: dict[str, str] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():

@@ -1,4 +1,4 @@
-"""Which version of your code a run was started with, by git."""
+"""Identify with git the version of your code that a run uses."""
 
 import functools
 import hashlib
@@ -6,16 +6,16 @@ import os
 import subprocess
 from pathlib import Path
 
-# A repository on a slow network disk must not hold up a start.
+# Timeout of a git command: a repository on a slow network disk must not delay the start.
 SECONDS = 10
 
 
 @functools.cache
 def code_version() -> dict[str, str]:
-    """Return the commit of this package's repository, and a digest of what was changed since.
+    """Return the commit of this package's repository, and a digest of uncommitted changes.
 
-    {} without git or outside of a repository. The digest covers the difference from the commit and
-    the content of new files that git does not ignore; it is missing if there is no difference.
+    Returns {} without git or outside a repository. The digest covers the diff from the commit and
+    the content of untracked files that git does not ignore; without any, it is left out.
     """
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
@@ -37,7 +37,7 @@ def code_version() -> dict[str, str]:
 
 
 def git(*words: str) -> bytes:
-    """Return the output of a git command in the package's folder, which changes nothing."""
+    """Return the output of a read-only git command in the package's folder."""
     command = ["git", "-C", str(Path(__file__).parent), "--no-optional-locks", *words]
     done = subprocess.run(command, capture_output=True, check=True, timeout=SECONDS)
     return done.stdout

@@ -1,4 +1,4 @@
-"""The lines that `train` prints at its end."""
+"""Summarize a run: the lines that `train` prints at its end."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def summary(run_dir: Path, result: "Result") -> list[str]:
-    """Return the lines that sum up a run: what it measured, and where its files are."""
+    """Return the validation metrics, the checkpoints and the directory of a run, as lines."""
     try:
         directory = checkpoints_of(run_dir)
         paths = published(directory)
@@ -29,7 +29,7 @@ def summary(run_dir: Path, result: "Result") -> list[str]:
         lines.append(f"{name.replace('_', ' ')}: {value:.4f}")
     lines += [checkpoints, f"everything is in {run_dir}"]
     if already_finished:
-        lines.append("to train on: more --train.steps (or epochs); for another run: --name NEW")
+        lines.append("to train further: raise --train.steps (or epochs); for a new run: --name NEW")
     elif result.status == "preempted":
-        lines.append("to resume: the same command again")
+        lines.append("to resume: run the same command again")
     return lines

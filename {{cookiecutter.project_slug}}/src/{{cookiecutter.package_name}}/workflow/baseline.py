@@ -1,4 +1,4 @@
-"""The baseline stage: how one eager process trains here, before anything is made faster."""
+"""Measure how one eager process trains, before any optimization: the baseline stage."""
 
 import gc
 from dataclasses import dataclass
@@ -14,45 +14,45 @@ from ..train import State, setup
 from .stage import Stage
 from .timing import Steps, describe, differences, peak_memory, record_steps, spread
 
-# Steps of a run.
+# Warm-up steps and measured steps of each of the two runs.
 WARMUP = 5
 MEASURED = 40
-# Seconds for each of the two runs, if steps are slow.
+# Time limit of each run in seconds; slow runs take fewer steps.
 SECONDS = 60.0
-# Batches on which the loss has to fall.
+# The number of batches on which the loss must fall.
 BATCHES = 8
-# Steps may wait for data for this fraction of their time, or for this many seconds.
+# Steps may wait for data for this fraction of their time, or for this many seconds each.
 DATA_WAIT_LIMIT = 0.05
 NEGLIGIBLE_WAIT = 1e-3
 CHEAPER = "make __getitems__ cheaper"
-# Relative differences of the first loss and of the others, where kernels may add in any order.
+# Allowed relative differences of the first loss and of later ones, if kernels may sum in any order.
 FIRST = 1e-5
 OTHERS = 1e-2
 
 
 def measure(config: Config) -> int:
-    """Measure and judge; return 0 when the gate is passed, 1 when it is not."""
+    """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("baseline", config)
     state, steps = judge_steps(stage)
     workers = max(2, 2 * config.train.loader_workers)
     judge_waits(stage, steps, f"{CHEAPER}, or read ahead with --train.loader-workers {workers}")
     world = state.world
-    # Nothing may refer to the model when the process group ends.
+    # No reference to the model may remain when the process group ends.
     del state
     leave(world)
     return stage.close()
 
 
 def judge_steps(stage: Stage) -> tuple[State, Steps]:
-    """Take the first steps of the run twice and judge them.
+    """Take the first steps of the run twice and check them.
 
-    Returns the state after the second time, and the steps of both times without warm-up.
+    Returns the state after the second run, and the steps of both runs without the warm-up.
     """
     config = override(stage.config, {"compile.mode": "none"})
     world = join(config.parallel, config.device)
     print("     the first steps of the run, twice ...", flush=True)
     first = take_first_steps(setup(config, world), WARMUP + MEASURED)
-    # Recomputed blocks refer to themselves, so only the collector frees the first model.
+    # Recomputed blocks are reference cycles, so only the garbage collector frees the first model.
     gc.collect()
     state = setup(config, world)
     second = take_first_steps(state, len(first.steps.losses))
@@ -78,8 +78,8 @@ class FirstSteps:
 def take_first_steps(state: State, steps: int) -> FirstSteps:
     """Take the first steps of a run, fewer if they would take longer than about `SECONDS`.
 
-    The losses of the steps themselves come from different batches, which differ by more than a few
-    steps of training change. So the loss is also measured on the same batches before and after.
+    Losses of different batches vary more than a few steps of training change. So the loss is also
+    measured on the same batches before and after.
     """
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
@@ -106,7 +106,7 @@ def judge_progress(stage: Stage, first: FirstSteps) -> None:
     before = first.loss_before
     after = first.loss_after
     steps = len(first.steps.losses)
-    measured = f"from {before:.4f} to {after:.4f} on {BATCHES} batches, by {steps} steps"
+    measured = f"from {before:.4f} to {after:.4f} on {BATCHES} batches in {steps} steps"
     advice = "try another --optim.learning-rate, and look at a batch of the data"
     stage.check(
         "loss_falls", after < before, measured=measured, wanted="lower at the end", advice=advice
@@ -114,7 +114,7 @@ def judge_progress(stage: Stage, first: FirstSteps) -> None:
 
 
 def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
-    """Add throughput, peak memory and MFU to the stage, and print them."""
+    """Measure throughput, peak memory and MFU, and print them."""
     seconds = spread(steps.seconds)
     samples = state.config.train.global_batch_size / seconds["median"]
     measured = f"{samples:,.1f} samples/s"
@@ -149,38 +149,39 @@ def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
 def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
     """Check that steps hardly wait for data."""
     wait = float(steps.waits.mean())
-    # Over all steps together: loader workers bring several batches at once, then the median is 0.
+    # Use the total over all steps: loader workers deliver several batches at once, so the median
+    # of the waits may be 0.
     fraction = wait / float(steps.seconds.mean())
     stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": fraction}
     measured = f"{fraction:.1%} of the time, {wait * 1e3:.2f} ms a step"
-    wanted = f"less than {DATA_WAIT_LIMIT:.0%}, or than {NEGLIGIBLE_WAIT * 1e3:g} ms"
+    wanted = f"less than {DATA_WAIT_LIMIT:.0%} or {NEGLIGIBLE_WAIT * 1e3:g} ms"
     passed = fraction < DATA_WAIT_LIMIT or wait < NEGLIGIBLE_WAIT
     stage.check("data_wait", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool) -> None:
-    """Check that two runs have the same losses; about the same if kernels are not deterministic."""
+    """Check that two runs have the same losses, or close ones if kernels are not deterministic."""
     steps = min(len(first), len(second))
     relative = differences(first[:steps], second[:steps])
     differing = int(np.count_nonzero(relative))
     measured = f"{differing} of {steps} losses differ between two runs"
     if differing:
         measured += f", by up to {relative.max():.0e} (relative)"
-    advice = "look for randomness that does not follow from the seed, or state kept between runs"
+    advice = "look for randomness that does not depend on the seed, or state kept between runs"
     if cpu or stage.config.train.deterministic:
         passed = differing == 0
         wanted = "none"
     else:
         passed = bool(relative[0] <= FIRST and relative.max() <= OTHERS)
         wanted = f"at most {FIRST:.0e} in the first loss and {OTHERS:.0e} in the others"
-        advice += "; --train.deterministic rules out the order in which kernels add"
+        advice += "; --train.deterministic excludes the order of sums in kernels as the cause"
     stage.check("deterministic", passed, measured=measured, wanted=wanted, advice=advice)
 
 
 def judge_sums(stage: Stage, state: State) -> None:
     """Check that the sums of two halves add up to those of the batch, as accumulation requires.
 
-    In evaluation mode, without dropout. A model may be random even then, so the means over several
+    The model is in evaluation mode, without dropout. It may still be random, so means over several
     draws are compared.
     """
     wanted = f"the same within {TOLERANCE:.0%}"
@@ -190,13 +191,13 @@ def judge_sums(stage: Stage, state: State) -> None:
         return
     size = min(state.config.train.micro_batch_size, state.config.train.global_batch_size)
     if size == 1:
-        stage.check("adds_up", None, measured="one sample cannot be divided", wanted=wanted)
+        stage.check("adds_up", None, measured="one sample cannot be split", wanted=wanted)
         return
     with evaluation_mode(state.module):
         evaluation = evaluate(state, whole_and_parts(size), DRAWS)
     comparison = compare(evaluation, size)
     if comparison.is_random:
-        wanted += f", and 4 standard errors of {DRAWS} draws of its random numbers"
+        wanted += f" plus 4 standard errors over {DRAWS} random draws"
     wrong = comparison.wrong
     worst = wrong[0] if wrong else int(comparison.relative.argmax())
     measured = comparison.describe(worst)

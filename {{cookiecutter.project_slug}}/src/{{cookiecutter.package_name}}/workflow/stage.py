@@ -1,4 +1,4 @@
-"""A stage of the workflow: its settings, its checks, and the JSON file that it writes.
+"""Run a stage of the workflow: collect its checks, print them, and write them to a JSON file.
 
 `workflow/<stage>.json` has the keys stage, status, checks, advice, figures, settings, code,
 machine, versions, seconds and measured_at. A status is pass, fail or not_measured.
@@ -18,14 +18,14 @@ from ..run.directory import lock_file, write_owner
 from ..run.hardware import where_measured
 from . import WorkflowConfig
 
-# A status and how it is printed, the worst first.
+# Each status and its printed form, the worst first.
 STATUSES = {"fail": "FAIL", "not_measured": "n/a ", "pass": "ok  "}
 PACKAGE = __name__.partition(".")[0]
 
 
 @dataclass(frozen=True)
 class StageConfig(Config):
-    """One training run, and how to measure it."""
+    """Settings of a training run, and of its measurement."""
 
     workflow: WorkflowConfig = field(default_factory=WorkflowConfig)
 
@@ -48,7 +48,7 @@ class Stage:
     ) -> None:
         """Add a check and print it.
 
-        `passed` is None if the check is not possible; `measured` then says why.
+        `passed` is None if the check is not possible; then `measured` gives the reason.
         """
         if passed is None:
             status = "not_measured"
@@ -80,7 +80,7 @@ class Stage:
 
     def close(self) -> int:
         """Write workflow/<stage>.json; return 1 if a check failed, else 0."""
-        # JSON has no word for NaN and infinity, which become null.
+        # JSON has no NaN or infinity; they become null.
         figures = json.loads(json.dumps(self.figures), parse_constant=null_of)
         content = {
             "stage": self.name,
@@ -103,12 +103,12 @@ def null_of(constant: str) -> None:
 
 
 def stage_file(run_dir: Path, name: str) -> Path:
-    """Return where a stage writes its results."""
+    """Return the path of a stage's results."""
     return run_dir / "workflow" / f"{name}.json"
 
 
 def lock_stage(run_dir: Path, name: str) -> TextIO:
-    """Lock a stage of a run until the returned file is closed; UserError if it is under way."""
+    """Lock a stage of a run until the returned file is closed; UserError if it is running."""
     file = stage_file(run_dir, name)
     file.parent.mkdir(parents=True, exist_ok=True)
     lock = open_to_write(file.with_name(f".{name}.lock"), "a+", errors="replace")
@@ -118,7 +118,7 @@ def lock_stage(run_dir: Path, name: str) -> TextIO:
 
 
 def origin(config: Config) -> dict[str, Any]:
-    """Return what a measurement depends on: settings, code, machine and versions."""
+    """Return the settings, code, machine and versions that a measurement depends on."""
     root = Path(__file__).parents[1]
     files: dict[str, bytes] = {}
     for path in sorted(root.rglob("*.py")):

@@ -1,4 +1,4 @@
-"""How the stages time the project's own steps, and compare what they measured."""
+"""Time training steps, and compare and describe the measurements; used by the stages."""
 
 import resource
 import sys
@@ -25,7 +25,7 @@ class Steps:
     """Seconds of waiting for data, which `seconds` includes."""
 
     def without_first(self, count: int) -> "Steps":
-        """Return all steps but the first `count`."""
+        """Return all steps except the first `count`."""
         return Steps(
             losses=self.losses[count:],
             seconds=self.seconds[count:],
@@ -33,7 +33,7 @@ class Steps:
         )
 
     def followed_by(self, later: "Steps") -> "Steps":
-        """Return these steps, then the later ones."""
+        """Return these steps followed by the later ones."""
         return Steps(
             losses=np.append(self.losses, later.losses),
             seconds=np.append(self.seconds, later.seconds),
@@ -42,7 +42,7 @@ class Steps:
 
 
 def record_steps(state: State, steps: int) -> Steps:
-    """Take steps of the project's loop, waiting for the device after each."""
+    """Take training steps, and wait for the device after each one."""
     losses = np.zeros(steps)
     seconds = np.zeros(steps)
     waits = np.zeros(steps)
@@ -60,21 +60,21 @@ def record_steps(state: State, steps: int) -> Steps:
         waits[i] = state.loader.seconds - waited_before
         sums = torch.as_tensor(state.sums).tolist()
         losses[i] = means(sums, state.metrics or ())["loss"]
-        # The loop sums up losses until a record is written. Here each step has its own.
+        # The loop sums losses until a record is written. Reset the sums to get each step's loss.
         state.sums = 0.0
-    # In training the host would not be idle until the device is done, but read the next batch.
+    # In training the host would read the next batch while the device works, so subtract that time.
     hidden = np.minimum(waits, idle)
     return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
 
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
-    """Return the median, 10th and 90th percentile, and number of values, for a stage's JSON."""
+    """Return the median, the 10th and 90th percentiles and the number of values."""
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
     return {"median": median, "p10": p10, "p90": p90, "n": len(values)}
 
 
 def describe(seconds: dict[str, Any]) -> str:
-    """Describe a spread of seconds in milliseconds."""
+    """Format a spread of seconds in milliseconds."""
     median = 1e3 * seconds["median"]
     p10 = 1e3 * seconds["p10"]
     p90 = 1e3 * seconds["p90"]
@@ -82,13 +82,13 @@ def describe(seconds: dict[str, Any]) -> str:
 
 
 def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
-    """Return the relative differences of pairs, by the larger magnitude of each pair.
+    """Return the difference of each pair, relative to the larger magnitude.
 
-    The difference is 0 where both are NaN, and infinite where one is not finite.
+    It is 0 if both values are NaN, and infinite if only one is finite.
     """
     a = np.array([*first], dtype=float)
     b = np.array([*second], dtype=float)
-    # inf - inf is invalid, which numpy would warn of.
+    # NumPy would warn about inf - inf.
     with np.errstate(invalid="ignore"):
         magnitude = np.maximum(np.abs(a), np.abs(b))
         relative = np.abs(a - b) / np.maximum(magnitude, 1e-12)
@@ -97,7 +97,7 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak bytes so far: allocated on CUDA, else this process's resident memory."""
+    """Return the peak memory so far in bytes: allocated on CUDA, else resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
