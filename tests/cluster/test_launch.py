@@ -95,10 +95,10 @@ def test_ranks_that_fail_are_named_and_start_again_with_the_code_as_it_is(tmp_pa
         os.kill(process.pid, signal.SIGCONT)
         said = finish(process, timeout=300)
     assert "Traceback" not in said
-    (again,) = re.findall(r"^.*start again.*$", said, re.MULTILINE)
+    (again,) = re.findall(r"^.*restarting all ranks.*$", said, re.MULTILINE)
     ends = ["rank 0 ended with exit code 3", "rank 1 ended with exit code 4"]
     assert sorted(again.partition(": ")[0].split(", ")) == ends
-    assert again.endswith(": all ranks start again (1 of 1)")
+    assert again.endswith(": restarting all ranks (1 of 1)")
     for attempt, code in enumerate(("old", "new code")):
         for rank in facts(attempt):
             assert rank["code"] == [code, code]
@@ -223,10 +223,10 @@ def test_an_error_that_would_come_again_ends_the_job_at_once(failing: Path) -> N
         with launch(failing, run, "--train.steps", "8", **settings) as process:
             said = finish(process, codes=(code,))
         assert attempts(said) == starts, said
-        assert ("start again" in said) == (starts == 2)
+        assert ("restarting all ranks" in said) == (starts == 2)
         assert said.count("has no attribute 'nothing_there'") == (how == "raised")
         if not steps and how == "raised":
-            ends = ["no restart, as an error before the end of the first step comes again"]
+            ends = ["no restart, since an error before the end of the first step would repeat"]
             assert [line.partition("code 1: ")[2] for line in said.split("\n") if ends[0] in line]
 
 

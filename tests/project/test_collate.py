@@ -98,7 +98,9 @@ def test_samples_that_cannot_be_stacked_are_one_line(
         said = project.refuses("train", *words, "--train.loader-workers", workers)
         assert "\n" not in said
         assert re.match(
-            f"the samples of a batch cannot be stacked: {told}Return tensors, .*__getitems__", said
+            f"the samples of a batch cannot be stacked: {told}In data.py, return tensors, "
+            ".*__getitems__",
+            said,
         ), said
 
 
@@ -252,8 +254,8 @@ def test_a_method_that_would_not_be_called_is_one_line(
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     kind, _, parts = names.partition(" (")
     assert said == (
-        f"`{method}` of a dataset in a {kind} ({parts} would not be called: give the {kind} "
-        f"itself `{method}` (a subclass of it, in data.py)"
+        f"`{method}` of a dataset inside a {kind} ({parts} would not be called: define "
+        f"`{method}` in a subclass of {kind} (data.py)"
     )
 
 
@@ -275,7 +277,10 @@ def test_full_shared_memory_is_one_line(
     monkeypatch.setattr(torch.UntypedStorage, name, full)
     words = (*project.settings, "--run-dir", str(tmp_path / "run"), "--train.loader-workers", "1")
     said = project.refuses("train", *words)
-    assert "the shared memory (/dev/shm) is full" in said and "stacked" not in said
+    assert (
+        "shared memory (/dev/shm), through which loader workers send batches, is full" in said
+        and "stacked" not in said
+    )
     assert "--shm-size" in said and "--ipc=host" in said and "--train.loader-workers 0" in said
     assert "\n" not in said and "TMPDIR" not in said
 

@@ -186,7 +186,7 @@ def test_what_is_not_text_in_utf_8_is_left_out_and_named(
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone/a.txt").write_text("alone " * 100, "utf-16")
     for path in (tmp_path / "alone", tmp_path / "alone/a.txt"):
-        with pytest.raises(text.module("errors").UserError, match="there is no text in it"):
+        with pytest.raises(text.module("errors").UserError, match="has no text"):
             datasets(text, data__path=path, data__context=8)
     assert len(caplog.messages) == 2 and "not UTF-8 text" in caplog.text
 

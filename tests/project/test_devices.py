@@ -154,7 +154,7 @@ def test_whole_means_blocks_where_a_model_is_sharded(
     assert compiled() == [True, False, False] and not caplog.text
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     assert compiled() == [False, True, True]
-    assert "--compile.mode full means blocks" in caplog.text
+    assert "--compile.mode full: FSDP's hooks break the graph" in caplog.text
     assert sharded.module("workflow.compile").MODES == ("blocks",)
 
 

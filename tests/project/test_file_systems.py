@@ -180,7 +180,9 @@ def test_a_damaged_checkpoint_in_an_image_is_set_aside(
     assert names(image) == ["step_00000004", "step_00000004.damaged-1", "step_00000006"]
     aside = newest.with_name("step_00000004.damaged-1")
     assert (aside / "state.pt").read_bytes() == bytes(content)
-    assert "which cannot rename folders: it is copied" in caplog.text
+    assert (
+        "cannot be renamed, since it is in a lower layer of an overlay file system" in caplog.text
+    )
 
 
 def test_a_fresh_run_sets_one_in_an_image_aside(project: Project, image: Path) -> None:
@@ -202,7 +204,7 @@ def test_a_mount_is_named_where_it_would_be_renamed(
     monkeypatch.setattr(shutil, "copytree", None)
     line = project.refuses("train", *project.settings, "--run-dir", str(run), "--fresh")
     assert line == (
-        f"{run} cannot be renamed, since it is a mount: mount the folder above it in its place, "
+        f"{run} cannot be renamed, since it is a mount point: mount its parent folder instead, "
         "or choose another name for the run"
     )
     assert names(run) == ["step_00000002"]

@@ -338,7 +338,7 @@ def test_a_prompt_of_any_bytes(
         project("infer", *where, "--device", "cpu", "--tokens", "1", "--prompt", prompt)
         assert capfdbinary.readouterr().out.startswith(content)
         said = project.refuses("infer", *where, "--device", "cpu", "--prompt", "\ud800")
-        assert said.startswith("--prompt: no text in UTF-8: ") and "\n" not in said
+        assert said.startswith("--prompt is not valid UTF-8: ") and "\n" not in said
 
 
 def test_a_prompt_of_any_bytes_for_a_tokenizer(
@@ -353,7 +353,7 @@ def test_a_prompt_of_any_bytes_for_a_tokenizer(
     tokenizer("infer", *run, "--tokens", "1", "--prompt", os.fsdecode(b"naive \xff"))
     assert capfdbinary.readouterr().out.startswith(b"naive ")
     said = tokenizer.refuses("infer", *run, "--prompt", "\ud800")
-    assert said.startswith("--prompt: no text in UTF-8: ") and "\n" not in said
+    assert said.startswith("--prompt is not valid UTF-8: ") and "\n" not in said
 
 
 def steps_of(project: Project, *words: str) -> int:
@@ -439,7 +439,7 @@ def test_checkpoints_that_were_copied_alone_resume(
     shutil.copytree(first / "checkpoints", second / "checkpoints")
     text("train", "--device", "cpu", "--run-dir", str(second), "--train.steps", "5")
     assert any(
-        line.startswith("config.json is missing: the settings are") for line in caplog.messages
+        line.startswith("config.json is missing: using the settings in") for line in caplog.messages
     )
     saved = json.loads((second / "config.json").read_text())
     assert saved["optim"]["learning_rate"] == 0.002 and saved["model"]["width"] == 32

@@ -201,7 +201,7 @@ def test_a_killed_worker_changes_nothing(tmp_path: Path) -> None:
         slow.unlink()
         said = finish(process)
     assert "resuming from" in said and "Traceback" not in said
-    assert re.search(r"^.*rank \d was killed by SIGKILL.*: all ranks start again", said, re.M), said
+    assert re.search(r"^.*rank \d was killed by SIGKILL.*: restarting all ranks", said, re.M), said
     undisturbed, killed = (hashes(project / "runs" / run, 80) for run in ("undisturbed", "killed"))
     assert undisturbed and killed == undisturbed
     expected, found = (

@@ -44,7 +44,7 @@ def test_the_slow_rank_is_named_and_each_has_its_log(project: Project, tmp_path:
     logs = {name: (tmp_path / name / "logs") for name in ("even", "slow step", "slow data")}
     for name, slow in (("even", None), ("slow step", 2), ("slow data", 1)):
         lines = (logs[name] / "train.log").read_text().splitlines()
-        told = [line for line in lines if "holds up the others" in line]
+        told = [line for line in lines if "slows the others down" in line]
         assert len(told) == (slow is not None), lines
         assert slow is None or f"WARNING rank {slow} on " in told[0]
         assert output.count(f"WARNING: rank {slow} on ") == len(told)
@@ -243,7 +243,7 @@ def test_who_is_slower_time_and_again_is_named(
             stragglers.after_step(None, record)
             stragglers.begin(None, record)
             figures.append({name: value for name, value in record.items() if "rank" in name})
-    said = [record.message.split(" holds up")[0] for record in caplog.records]
+    said = [record.message.split(" slows")[0] for record in caplog.records]
     assert said == accused
     assert figures[0] == {}, "nobody waits for them"
     for theirs, figure in zip(windows, figures[1:], strict=True):
@@ -441,4 +441,4 @@ def test_a_restart_that_would_fail_is_told_before_it(
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", restarts)
         assert world._store_of_torchrun() is None
         assert len(caplog.messages) == lines
-    assert "start by ./launch.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text
+    assert "start with ./launch.sh, or set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in caplog.text

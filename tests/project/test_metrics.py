@@ -234,7 +234,7 @@ def test_a_figure_of_a_callback_is_a_float_or_refused_by_name(
     """It is saved, and compared with others, as a float; 0 once made a checkpoint unreadable."""
     figures = project.module("run.journal").validation_figures
     if number is None:
-        told = r"figure 'recall' is .*, which is no number"
+        told = r"metric 'recall' is .*, which is not a number"
         with pytest.raises(project.module("errors").UserError, match=told):
             figures({"recall": value})
         return

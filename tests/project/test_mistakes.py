@@ -151,7 +151,7 @@ def test_a_refused_resume_says_what_to_type(project: Project, tmp_path: Path, na
 
 def test_data_without_any_text_is_one_line(project: Project, tmp_path: Path) -> None:
     said = project.refuses("train", *TINY[:-2], "--data.path", str(tmp_path))
-    assert said == f"--data.path {tmp_path}: there is no text in it, and no .bin file of tokens"
+    assert said == f"--data.path {tmp_path} has neither text nor .bin files of tokens"
 
 
 def test_what_does_not_fit_together_is_named(project: Project, capsys) -> None:
@@ -204,7 +204,7 @@ def test_a_store_of_another_run_says_what_to_type(stored: Project, tmp_path: Pat
     command = ("train", "--preset", "tiny", "--device", "cpu", "--no-track", "--train.steps", "2")
     stored(*command, "--name", "old", *url("old"))
     said = stored.refuses(*command, "--name", "old", *url("old"), "--train.seed", "1")
-    assert "seed: 0 saved, 1 now\nAnother run needs another --checkpoint.url and --name " in said
+    assert "seed: 0 saved, 1 now\nGive this run another --checkpoint.url and --name " in said
     (init,) = re.findall(r"--init-from (\S+)$", said)
     stored(*command, "--name", "new", *url("new"), "--train.seed", "1", "--init-from", init)
 
@@ -468,7 +468,7 @@ def test_ranks_name_an_unused_parameter_and_the_setting(edited: tuple[Path, str]
         "error: the loss does not depend on never.weight: remove or freeze "
         "such parameters, or add --parallel.find-unused-parameters"
     }
-    assert not any("start again" in line for line in lines)
+    assert not any("restarting all ranks" in line for line in lines)
     told(folder, *command, "--name", "used", "--parallel.find-unused-parameters", code=0)
 
 
@@ -476,11 +476,11 @@ def test_other_ways_to_start_are_one_line(project: Project) -> None:
     """A script of the package; RANK without torchrun's other variables; tasks of srun."""
     script = str(project.folder / "src" / HERE / "train.py")
     said = told(project.folder, sys.executable, script, *TINY, code=1)
-    assert said == [f"error: start it as python -m {HERE} train"]
+    assert said == [f"error: start it with python -m {HERE} train"]
     train = (sys.executable, "-m", HERE, "train", *TINY)
     said = told(project.folder, "env", "RANK=0", *train, code=2)
     problem = "RANK is set, but not MASTER_ADDR"
-    assert said == [f"error: {problem}: unset it, or start by ./launch.sh"]
+    assert said == [f"error: {problem}: unset RANK, or start with ./launch.sh"]
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         (said,) = told(project.folder, "env", f"{name}=2", *train, code=2)
         assert said.startswith(f"error: {name} is 2: srun or mpirun has started processes")

@@ -66,7 +66,7 @@ def test_each_source_has_its_own_epochs(project: Project) -> None:
         ("a=0.7,b=0.3", {"a": 7, "b": 3}),
         ("a=2, b=4", {"a": 1, "b": 2}),
         ("a=1/3,b=2/3", {"a": 1, "b": 2}),
-        ("a=0.12345678,b=1", "fewer digits"),
+        ("a=0.12345678,b=1", "too many digits"),
         ("a=1,a=2", "each name once"),
         ("a=0,b=1", "above 0"),
         ("a=-1,b=2", "above 0"),
@@ -123,7 +123,7 @@ def test_a_run_sees_what_was_asked_for(project: Project, texts: Path, tmp_path: 
     project(*words, *MORE, "--data.mix", "letters=0.75, digits=0.25")
     lines = records(tmp_path / "run")
     assert (lines[-1]["step"], lines[-1]["samples_of_letters"]) == (20, 120)
-    assert "there is nothing at " in project.refuses(*words, "--data.mix", "letters=2,none=1")
+    assert "does not exist" in project.refuses(*words, "--data.mix", "letters=2,none=1")
 
 
 def test_images_are_mixed(tmp_path: Path) -> None:

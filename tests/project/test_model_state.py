@@ -122,7 +122,7 @@ def test_a_buffer_that_grows_is_refused(changed: Changed, tmp_path: Path, rows: 
     grown = rf"buffer norm\.means has changed from \({rows}, 32\) to \({rows + 2}, 32\)"
     with pytest.raises(error, match=grown) as line:
         changed.run(change(persistent=True, rows=rows), tmp_path / "grows")
-    assert "\n" not in str(line.value) and "the largest shape" in str(line.value)
+    assert "\n" not in str(line.value) and "its largest shape" in str(line.value)
     assert not [*(tmp_path / "grows/checkpoints").glob("step_*")]
     if rows:
         return

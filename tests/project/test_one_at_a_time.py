@@ -39,7 +39,7 @@ def test_a_second_run_in_a_thread_is_refused_and_changes_nothing(
     callback = SimpleNamespace(after_step=after_step)
     run(project.config(run_dir=tmp_path / "first", **changes), [callback])
     assert len(refused) == 4 and not (tmp_path / "second").exists()
-    assert refused[0].startswith("another run is under way in this process")
+    assert refused[0].startswith("another run is active in this process")
     # One after the other they may.
     run(project.config(run_dir=tmp_path / "alone", **changes))
     losses = [[line["loss"] for line in records(tmp_path / name)] for name in ("first", "alone")]

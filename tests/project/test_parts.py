@@ -138,7 +138,7 @@ def test_an_error_of_any_thread_fails_the_save(
     (tmp_path / "stumble").mkdir()
     with monkeypatch.context() as patch:
         patch.setattr(dcp.DefaultSavePlanner, "resolve_data", stumble)
-        with pytest.raises(error, match="a thread of DCP did not end its file"):
+        with pytest.raises(error, match="a writer thread of DCP did not finish its file"):
             writing.DcpSaver(Group()).write(tmp_path / "stumble", tensors)
 
 

@@ -58,7 +58,7 @@ def test_a_program_runs_without_the_package(
     assert capsys.readouterr().out.endswith(
         f"{to}: the model as a program; its inputs: {name} [{sizes}]\n"
     )
-    assert "nothing is overwritten" in project.refuses(*words)
+    assert "exists and is not overwritten" in project.refuses(*words)
     if task == "image":
         given = [torch.rand(count, 1, 8, 8) for count in (1, 2, 5)]
     else:

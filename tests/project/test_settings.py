@@ -140,7 +140,7 @@ def test_a_store_has_the_settings_of_its_run(store: Project, tmp_path: Path, loc
     assert "resumed at step 2" in (tmp_path / "one/logs/train.log").read_text("utf-8")
     data = ("--data.path", str(store.folder / "text.txt"))  # which a store does not choose
     refused = store.refuses("train", *url, *other, *data, "--name", "another")
-    assert "is of another run" in refused
+    assert "belongs to another run" in refused
     store("train", *url, *other, *data, "--train.steps", "4", "--checkpoint.keep", "2")
     config = saved(tmp_path / "two")
     assert config["optim"]["clip"] == 0.5 and config["model"]["width"] == 32
@@ -196,7 +196,7 @@ def test_a_store_that_cannot_be_used_says_what_to_look_at(store: Project, tmp_pa
     (tmp_path / "file").write_text("")
     url = ("--checkpoint.url", f"file://{tmp_path}/file/x", "--run-dir", str(tmp_path / "run"))
     assert "cannot be used" in (line := store.refuses("train", *SMALL, *url))
-    assert "Is the address right" in line and "--config" not in line
+    assert "Check the URL" in line and "--config" not in line
 
 
 def test_a_run_that_is_uploaded_no_more_is_told(
@@ -309,7 +309,7 @@ def test_a_stream_has_no_number_of_samples(
     training_data, _, _ = stream.module("data").build_datasets(config)
     stream.train_on(monkeypatch, Endless(training_data))
     config = stream.module("config").override(config, {f"train.{setting}": 1})
-    with pytest.raises(stream.module("errors").UserError, match="no number of samples"):
+    with pytest.raises(stream.module("errors").UserError, match="need a dataset with a length"):
         stream.module("train").run(config)
 
 
@@ -357,5 +357,5 @@ def test_a_figure_that_is_not_there_is_named(
     assert run(image.config(**settings, run_dir=tmp_path / "run")).step == 2, "it is saved"
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert warned == ["--checkpoint.best validation_acuracy: the validation has no such figure"]
-    with pytest.raises(image.module("errors").UserError, match="a figure of the validation"):
+    with pytest.raises(image.module("errors").UserError, match="is not a validation metric"):
         image.config(checkpoint__best="accuracy")

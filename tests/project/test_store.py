@@ -194,7 +194,7 @@ def test_an_error_that_is_called_a_success_is_asked_again(project: Project, stor
         assert path.is_file()
     assert fault(store.requests[0]) is None, "no such request"
     error = project.module("checkpoint.object_store").StoreError
-    with store.failing(lambda _: "200"), pytest.raises(error, match="an answer without"):
+    with store.failing(lambda _: "200"), pytest.raises(error, match="the answer lacks"):
         path.exists()
 
 
@@ -297,7 +297,9 @@ def test_damage_is_found_told_and_passed_over(
         if (part, how) == ("manifest.json", "gone"):  # it looks like one that was never finished
             saver.assert_tidy()
             continue
-        assert "DAMAGED CHECKPOINT" in caplog.text and "going back" in caplog.text
+        assert (
+            "DAMAGED CHECKPOINT" in caplog.text and "trying the previous checkpoint" in caplog.text
+        )
         assert part in caplog.text and "step_00000002/manifest.json.damaged-1" in caplog.text
         left = set(store.objects(saver.run))
         assert saver.save(2) and saver.newest() == 2, "the step can be saved again"
@@ -373,7 +375,7 @@ def test_what_has_lost_bytes_on_its_way_is_not_published(
 
     with monkeypatch.context() as patch:
         patch.setattr(path, "send", lose)
-        with pytest.raises(saver.errors, match="does not hold what was sent"):
+        with pytest.raises(saver.errors, match="does not have the uploaded size"):
             saver.publish(1)
     assert saver.newest() is None
 
@@ -453,7 +455,7 @@ def test_a_slow_store_gets_what_it_can_and_the_newest(
             assert both.save(step)
             both.both.submit(tmp_path / f"step_{step:08d}")
         assert both.in_store() == []
-        assert caplog.text.count("is left out") == 1
+        assert caplog.text.count("is skipped") == 1
         gate.set()
         both.both.close()
     manifests = [r.path for r in store.requests if r.method == "PUT" and "manifest" in r.path]
@@ -498,7 +500,7 @@ def test_what_is_damaged_on_disk_is_not_published(
             (tmp_path / "step_00000002/part-0").write_bytes(b"x" * 100)
         both.both.submit(tmp_path / f"step_{step:08d}")
         both.both.last_upload.exception()
-    with pytest.raises(both.errors, match=r"does not have it.*part-0 has other content"):
+    with pytest.raises(both.errors, match=r"is on disk, but not in.*part-0 has other content"):
         both.both.close()
     assert both.in_store() == [1]
 
@@ -549,7 +551,7 @@ def test_another_runs_checkpoints_are_left_alone(
     trained(project, train__steps=4, run_dir=tmp_path / "theirs", **url)
     before, error = store.objects("theirs"), project.module("errors").UserError
     for more in ({}, {"checkpoint__local_first": True}):
-        with pytest.raises(error, match="is of another run:\n  seed: 0 saved, 1 now"):
+        with pytest.raises(error, match="belongs to another run:\n  seed: 0 saved, 1 now"):
             trained(project, train__seed=1, run_dir=tmp_path / "ours", **url, **more)
     assert store.objects("theirs") == before
 
@@ -641,7 +643,9 @@ def test_a_rank_with_another_store_is_noticed(project: Project, store: Store) ->
         def broadcast(self, value: Any) -> Any:
             return "what rank 0 has written elsewhere" if isinstance(value, str) else value
 
-    with pytest.raises(project.module("errors").UserError, match="does not see what rank 0 writes"):
+    with pytest.raises(
+        project.module("errors").UserError, match="does not see the objects of rank 0"
+    ):
         saver.publisher.group = Group()
         saver.publisher.newest_good()
 
@@ -857,7 +861,10 @@ def test_a_store_that_is_down_costs_the_upload_alone(
     both = {"checkpoint__url": store.url("down"), "checkpoint__local_first": True}
     errors = project.module("checkpoint.manifest").CheckpointError
     down = lambda r: "500" if "step_" in r.path and r.method == "PUT" else None  # noqa: E731
-    with store.failing(down), pytest.raises(errors, match=r"is good, but.*The same command tries"):
+    with (
+        store.failing(down),
+        pytest.raises(errors, match=r"is on disk, but not in.*Run the same command again"),
+    ):
         trained(project, run_dir=tmp_path, **both)
     assert set(store.objects("down")) == {"owner.json"}
     assert trained(project, run_dir=tmp_path, **both).status == "already finished"
@@ -904,8 +911,8 @@ def test_ranks_killed_while_they_upload(project: Project, store: Store, tmp_path
 @pytest.mark.parametrize(
     ("url", "why"),
     [
-        ("nosuch://bucket/run", "is no address of a store"),
-        ("gs://bucket/run", "needs a package that is not here.*gcsfs"),
+        ("nosuch://bucket/run", "is not a URL of an object store"),
+        ("gs://bucket/run", "needs a package that is not installed.*gcsfs"),
         ("s3://nosuch/run", "cannot be used: The specified bucket does not exist.*AWS_ENDPOINT"),
     ],
 )
@@ -918,13 +925,13 @@ def test_a_place_that_cannot_be_is_told(
 
 
 HOSTILE = {
-    "reference://::/{}": "no address of a store",
-    "reference://{}": "which is not opened unasked",
-    "simplecache::s3://bucket/run": "no address of a store",
-    "github://somebody:repository@main/run": "no credentials|not opened unasked",
-    "sftp://somewhere/run": "which is not opened unasked",
-    "s3://bucket/\x1b[2Jrun": "no address of a store",
-    "nothing like it": "no address of a store",
+    "reference://::/{}": "is not a URL of an object store",
+    "reference://{}": "whose protocol may be unsafe",
+    "simplecache::s3://bucket/run": "is not a URL of an object store",
+    "github://somebody:repository@main/run": "must not contain credentials|protocol may be unsafe",
+    "sftp://somewhere/run": "whose protocol may be unsafe",
+    "s3://bucket/\x1b[2Jrun": "is not a URL of an object store",
+    "nothing like it": "is not a URL of an object store",
 }
 
 
@@ -970,7 +977,7 @@ def test_an_address_in_a_config_is_shown_first(
     (tmp_path / "config.json").write_text(json.dumps({"checkpoint": {"url": str(saver.directory)}}))
     verify = ("verify", "--run-dir", str(tmp_path))
     project(*verify)
-    said = f"{tmp_path} has its checkpoints in {saver.directory}, as its config.json says"
+    said = f"the checkpoints of {tmp_path} are in {saver.directory}, according to its config.json"
     assert said not in caplog.text, "this process gave it"
     project.module("checkpoint.object_store").known_urls.clear()
     project(*verify)
@@ -984,7 +991,7 @@ def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) 
         project.module("checkpoint.storage").storage_path,
         lambda it: project.config(fresh=True, checkpoint__url=it),
     ):
-        with pytest.raises(error, match="no credentials in an address") as refused:
+        with pytest.raises(error, match="a URL must not contain credentials") as refused:
             takes(url)
         assert "word" not in str(refused.value)
 

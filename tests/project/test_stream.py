@@ -72,7 +72,9 @@ def test_a_resume_reads_on(project: Project, tmp_path: Path) -> None:
     path = tmp_path / "whole/checkpoints/step_00000020"
     (other := Stream()).load_state_dict = lambda state: state["shard"]
     shutil.rmtree(path)
-    with pytest.raises(project.module("errors").UserError, match="cannot resume at its position"):
+    with pytest.raises(
+        project.module("errors").UserError, match="cannot resume at its saved position"
+    ):
         train(project, other, tmp_path / "whole")
 
 
@@ -167,7 +169,7 @@ def test_bad_samples_are_named_by_their_place(project: Project, tmp_path: Path) 
         (Stream(50, order={1, 2}), {}, "state_dict"),
         (Stream(50, order=(1, 2)), {}, "state_dict"),
         (Stream(50, names={1: 2}), {}, "state_dict"),
-        (Stream(), {"train__loader_workers": 1}, "by workers of its own"),
+        (Stream(), {"train__loader_workers": 1}, "let the stream itself read ahead"),
     ],
 )
 def test_what_cannot_be_a_stream_is_refused(
@@ -182,7 +184,7 @@ def test_without_the_answer_a_stream_is_refused_with_the_ways_out(
     counted: Project, tmp_path: Path
 ) -> None:
     error = counted.module("errors").UserError
-    with pytest.raises(error, match=r"to files first, or render with samples=stream"):
+    with pytest.raises(error, match=r"to files first, or create the project with samples=stream"):
         train(counted, Stream(), tmp_path)
 
 

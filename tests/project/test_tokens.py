@@ -296,9 +296,7 @@ def test_tokens_of_different_tokenizers_are_not_mixed(
         str(tmp_path / "tokens"),
     )
     words += ("--run-dir", str(tmp_path / "run"))
-    assert "differ in their vocabulary, tokenizer" in project.refuses(
-        *words, "--data.mix", "a=1,b=1"
-    )
+    assert "differ in vocabulary, tokenizer" in project.refuses(*words, "--data.mix", "a=1,b=1")
     given = ("--tokenizer", str(tmp_path / "tokens/a/tokenizer.json"))
     tokens(project, text / "b", tmp_path / "tokens/c", *given)
     # Attention is masked at one token: documents that end with another would run together.
@@ -314,10 +312,10 @@ def test_bad_input_gets_one_line(project: Project, text: Path, tmp_path: Path) -
     (tmp_path / "bare").mkdir()
     words = ("tokens", "--to", str(tmp_path / "tokens"), "--text")
     for rest, line in (
-        ((str(tmp_path / "none"),), "there is nothing at "),
-        ((str(tmp_path / "bare"),), "there is no text in it"),
-        ((str(text), "--to", str(tmp_path / "there")), "is there already"),
-        ((str(text), "--to", str(text / "tokens")), "is inside the text"),
+        ((str(tmp_path / "none"),), "does not exist"),
+        ((str(tmp_path / "bare"),), "has no text"),
+        ((str(text), "--to", str(tmp_path / "there")), "exists already"),
+        ((str(text), "--to", str(text / "tokens")), "is inside the folder of the text"),
     ):
         assert line in project.refuses(*words, *rest)
     config = project.module("tokens").TokensConfig

@@ -473,7 +473,7 @@ def test_a_tracker_that_opens_late_gets_all(
         train(project, "late", 2)
     assert told == [1, 2, "finished"]
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "did not open within" in line and "records wait for it" in line
+    assert "did not open within" in line and "records are queued" in line
 
 
 def test_names_that_mlflow_refuses_are_logged_by_others(home: Path) -> None:

@@ -232,16 +232,18 @@ def test_what_cannot_be_written_is_refused(
     """One line, and nothing is left behind."""
     before = {*os.listdir(averaged.folder)}
     (averaged.folder / "there-hf").mkdir()
-    assert "is there already" in averaged.refuses("export", "--name", "ema", "--to", "there-hf")
+    assert "exists and is not overwritten" in averaged.refuses(
+        "export", "--name", "ema", "--to", "there-hf"
+    )
     (averaged.folder / "there-hf").rmdir()
     checkpoint = "runs/ema/checkpoints/step_00000006"
     refused = averaged.refuses("export", "--source", checkpoint, "--to", "new-hf")
-    assert refused == f"{checkpoint} is no run directory, whose settings the folder needs"
+    assert refused.startswith(f"{checkpoint} is not a run directory")
     gpt, model = averaged.module("gpt"), averaged.module("model")
     with monkeypatch.context() as patch:
         patch.setattr(model, "NamedGPT", gpt.GPT)
         refused = averaged.refuses("export", "--name", "ema", "--to", "new-hf")
-    assert "GPT (model.py) has no method `to_transformers`" in refused
+    assert "GPT (model.py) has neither `to_transformers`" in refused
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     previous = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -298,7 +300,7 @@ def test_a_folder_that_is_not_whole_is_refused(averaged: Project, tmp_path: Path
     # Without the name that transformers gives to its file, or an index, either could be meant.
     (tmp_path / "hf/model.safetensors").rename(tmp_path / "hf/one.safetensors")
     save_file(tensors, tmp_path / "hf/other.safetensors")
-    assert "same name in several files" in averaged.refuses("train", *words)
+    assert "several files in" in averaged.refuses("train", *words)
     (tmp_path / "hf/one.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(tensors, "model-00001-of-00002.safetensors")}
     (tmp_path / "hf/model.safetensors.index.json").write_text(json.dumps(index))

@@ -82,9 +82,9 @@ def test_a_checkpoint_leaves_and_comes_back(project: Project, tmp_path: Path) ->
     project("train", *project.settings, *SIX_STEPS, "--run-dir", str(back))
     assert same(project.tensors(back), project.trained)
     line = project.refuses("export", "--source", str(whole), "--to", str(back))
-    assert "nothing is overwritten" in line
+    assert "exists and is not overwritten" in line
     content = whole.read_bytes()
-    assert "nothing is overwritten" in project.refuses("export", "--to", str(whole))
+    assert "exists and is not overwritten" in project.refuses("export", "--to", str(whole))
     assert whole.read_bytes() == content
     assert not list(tmp_path.glob(".*"))
 
@@ -104,7 +104,7 @@ def test_infer_needs_no_training_data(
         assert capfd.readouterr().out.startswith("Was ever")
         (place / "spec.json").unlink()  # as of an earlier release
         line = project.refuses("infer", "--run-dir", str(place))
-        assert line == f"--data.path: there is nothing at {text}"
+        assert line == f"--data.path: {text} does not exist"
 
 
 PLAIN = {"path": Path("a/b"), "names": ("a", "b"), "size": None, "scale": 0.5, "counts": {"a": 1}}
@@ -205,7 +205,7 @@ def test_weights_come_from_anywhere(project: Project, tmp_path: Path) -> None:
     if not in_parts:
         words = ("--name", "other", "--init-from", str(tmp_path / "dcp"))
         line = project.refuses("train", *project.settings, *words)
-        assert "saved in parts" in line and "`export` it as a .pt file" in line
+        assert "is a sharded checkpoint" in line and "`export` it to a .pt file" in line
         shutil.rmtree(tmp_path / "dcp")
     else:
         convert("dcp_to_torch", run / "checkpoints/step_00000006", tmp_path / "torch.pt")
@@ -281,11 +281,13 @@ def test_nothing_is_taken_for_what_it_is_not(
     theirs.mkdir()
     (theirs / "config.json").write_text("{}")
     for taken in (theirs, theirs / "config.json"):
-        assert "nothing is overwritten" in project.refuses("export", "--to", str(taken))
+        assert "exists and is not overwritten" in project.refuses("export", "--to", str(taken))
     assert [path.name for path in theirs.iterdir()] == ["config.json"]
     line = project.refuses("export", "--to", str(tmp_path / "no/w.pt"))
     assert "cannot be written: [Errno 2] No such file" in line
-    assert "a run is a directory" in project.refuses("export", "--to", str(tmp_path / "w.bin"))
+    assert "a plain name for a run's directory" in project.refuses(
+        "export", "--to", str(tmp_path / "w.bin")
+    )
     monkeypatch.chdir(project.folder / "runs/default/checkpoints")
     travel = project.module("checkpoint.transfer")
     options = travel.ExportConfig(to=tmp_path / "b.pt", source=Path("step_00000006"))
@@ -336,7 +338,10 @@ def test_settings_of_another_answer_are_left_out(
     (tmp_path / "config.json").write_text(json.dumps(saved))
     config = project.module("config").load(tmp_path / "config.json")
     assert config.checkpoint.keep == 7 and config.train.steps == 6
-    assert "are ignored: " in caplog.text and "checkpoint.no_such" in caplog.text
+    assert (
+        "ignored settings that this project does not have: " in caplog.text
+        and "checkpoint.no_such" in caplog.text
+    )
 
 
 def test_ranks_with_other_data_weights_or_settings_stop(tmp_path: Path) -> None:

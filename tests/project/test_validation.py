@@ -94,4 +94,4 @@ def test_the_best_checkpoint_is_exported_and_loaded(
     # No validation has this figure.
     project.module("train").run(project.config(run_dir=other, **changes))
     line = project.refuses("infer", "--run-dir", str(other), "--step", "best")
-    assert "no checkpoint in" in line and "has a validation" in line
+    assert "no checkpoint in" in line and "was validated" in line

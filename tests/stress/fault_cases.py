@@ -220,7 +220,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
     problem = f"{place}: {'; '.join(problems)}" if problems else None
     variant.findings.tally(SLOW, "runs").count(problem)
     if variant.package.endswith("async"):
-        said = log.count("for the save before to end: raise --checkpoint.every")
+        said = log.count("for the previous save: raise --checkpoint.every")
         waited = [float(line) for line in waits.read_text().splitlines()] if waits.exists() else []
         long = max(waited, default=0.0) > 1  # on a busy machine its steps may be longer than that
         problem = f"{place}: said {said} times, waited {waited}: {log[-2000:]}"

@@ -233,7 +233,7 @@ def other_machine(findings: Findings, render: Render) -> None:
         run = f"apart-{rank}"
         with started(render, 2, run, faults=faults, MAX_RESTARTS="0") as job:
             job.end(100)
-            told = "does not see what rank 0 writes" in job.output
+            told = "does not see the files of rank 0" in job.output
             began = any(run in str(path) for path in render.folder.glob("**/metrics.jsonl"))
             right = told and job.process.returncode and not began
             problem = None if right else f"told {told}, began {began}\n{job.output[-3000:]}"

@@ -246,7 +246,7 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
         problems = [] if all(job.gone(120) is not None for job in jobs) else ["one hung"]
         logs = [job.log.read_text("utf-8", "replace") for job in jobs]
         lost = [log for job, log in zip(jobs, logs, strict=True) if job.code]
-        words = ("another run has taken over", "does not see what rank 0 writes")
+        words = ("another run has taken over", "does not see the objects of rank 0")
         if len(lost) > 1 or any(not any(word in log for word in words) for log in lost):
             problems.append(
                 f"{[job.code for job in jobs]}: {' || '.join(it[-1200:] for it in logs)}"

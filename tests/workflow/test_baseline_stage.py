@@ -127,7 +127,7 @@ def test_a_loss_that_is_no_sum_is_found(project: Project, tmp_path: Path) -> Non
     assert "not means" in share["advice"]
     counted = judged(lambda loss: loss._replace(count=1))
     assert counted["status"] == "fail" and "count of 7 samples" in counted["measured"]
-    assert "a count must be of its batch" in counted["advice"]
+    assert "a count must be the number of values in this batch's sum" in counted["advice"]
     nan = judged(lambda loss: loss._replace(total=loss.total * torch.nan))
     assert nan["status"] == "fail" and "loss of 7 samples nan" in nan["measured"]
 
@@ -145,13 +145,13 @@ def test_metrics_may_have_counts_of_their_own(project: Project, tmp_path: Path) 
     assert judged(a=torch.sum, b=lambda x: (x.sum(), (x > 99).sum()))["status"] == "pass"
     counted = judged(a=lambda x: (x.sum(), 1))
     assert counted["status"] == "fail" and "count of a of 8 samples" in counted["measured"]
-    assert "a count must be of its batch" in counted["advice"]
+    assert "a count must be the number of values in this batch's sum" in counted["advice"]
     mean = judged(a=torch.sum, b=lambda x: (x.double().mean(), len(x)))
     assert mean["status"] == "fail" and "b of 8 samples" in mean["measured"]
     assert "not means" in mean["advice"]
     r2 = judged(r2=lambda x: 1 - x[0].sum() / x.double().square().sum().sqrt())
     assert r2["status"] == "fail" and "r2 of 8 samples" in r2["measured"]
-    assert "for a metric, return the sums it is made of" in r2["advice"]
+    assert "for a metric, return the sums it is computed from" in r2["advice"]
 
 
 @pytest.mark.parametrize("noise", [0.0, 0.1])
@@ -179,7 +179,7 @@ def test_a_loss_that_compares_samples_is_no_mean(
     check = judged_sums(project, tmp_path, 8, contrastive)
     assert check["status"] == "fail" and "loss of 8 samples" in check["measured"]
     assert "it compares samples of a batch" in check["advice"]
-    assert "make what is compared one sample" in check["advice"]
+    assert "let one sample hold all that is compared" in check["advice"]
     assert ("standard errors" in check["wanted"]) == (noise > 0)
 
 

@@ -98,7 +98,7 @@ def test_it_passes_in_one_process(on_one: Stand) -> None:
         "reshard": "not_measured",
         "killed_while_saving": "pass",
     }
-    assert "rendered for one" in checks["reshard"]["measured"]
+    assert "this project trains with one" in checks["reshard"]["measured"]
     assert on_one.figures["bytes"] > 100_000
 
 

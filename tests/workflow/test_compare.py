@@ -193,7 +193,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     assert "losses at step 24" in shown and "the same to the bit" in shown
     assert "samples_per_second" in shown
     assert re.search(r"^     bits_per_byte ([\d.]+) -> \1 \(the last ones\)$", shown, re.M)
-    assert "is not known" not in shown  # each run says on what it ran
+    assert "is unknown" not in shown  # each run says on what it ran
     odd = shutil.copytree(tmp_path / "b", tmp_path / "odd")
     text = (odd / "metrics.jsonl").read_text().replace("bits_per_byte", "bits\\u001b[2J")
     (odd / "metrics.jsonl").write_text(text)
@@ -229,7 +229,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     [
         (lambda p: p.with_name("none"), "none cannot be read as JSON"),
         (lambda p: p.write_text("{}") and p, "is not a result of a stage"),
-        (lambda p: p.parents[2], "nothing was measured in both"),
+        (lambda p: p.parents[2], "there is nothing to compare"),
         (
             lambda p: p.write_text(p.read_text().replace('"p10": ', '"p10": [], "x": ')) and p,
             "baseline: damaged figures",
@@ -294,7 +294,7 @@ def test_a_workflow_that_is_refused_removes_no_baseline(project: Project, tmp_pa
     words = ("workflow", *project.settings, "--run-dir", str(tmp_path))
     words = (*words, "--workflow.expect", str(file))
     file.write_text("loss = 3")
-    assert f"{file} holds no expectations" in project.refuses(*words)
+    assert f"{file} is not a file of expected losses" in project.refuses(*words)
     assert baseline.read_bytes() == before
     file.write_text("[losses]\n2 = 3.0")
     # The lock of another process: locks of one process do not keep each other out.

@@ -198,9 +198,9 @@ def assert_all_but_speed_pass(stage: Any) -> None:
 
 def test_a_mode_is_tried_and_judged(project: Project, tmp_path: Path, quick: None, gate) -> None:
     figures = cold(project, tmp_path)
-    judged = gate({"full": figures, "blocks": {"skipped": "blocks(model) names no block"}})
+    judged = gate({"full": figures, "blocks": {"skipped": "blocks(model) returns no blocks"}})
     assert_all_but_speed_pass(judged.stage)
-    assert "not tried, blocks(model) names no block" in judged.compiles["measured"]
+    assert "not tried, blocks(model) returns no blocks" in judged.compiles["measured"]
     full = judged.stage.figures["modes"]["full"]
     assert full["graphs"] >= 1 and full["graph_breaks"] == full["recompiles"] == []
     assert full["compile_seconds"]["warm"] is None
@@ -356,7 +356,10 @@ def test_a_mode_that_fails_is_not_recommended_and_the_advice_says_why(gate) -> N
     assert broken.figures["recommended"]["compile.mode"]["value"] == "none"
     wrong = FIGURES | {"difference": {"loss": 1.0, "gradients": 1.0}}
     looping = FIGURES | {"limits_hit": [HERE]}
-    for figures, why in ((wrong, "not those of eager steps"), (looping, "again and again")):
+    for figures, why in (
+        (wrong, "differ from eager steps"),
+        (looping, "recompiles up to the limit"),
+    ):
         stage = gate({"full": figures}).stage
         assert stage.figures["best"] == "none" and why in stage.advice[0]
         assert "recommended" not in stage.figures, "it is what was given"

@@ -94,7 +94,7 @@ def test_what_holds_a_step_up_is_named(
 ) -> None:
     for how, part, tip in (
         ("input", "data", "--train.loader-workers"),
-        ("host", "host", "to move the Python work there out of the step"),
+        ("host", "host", "to move the Python code at that point out of the step"),
         ("kernel", "kernels", "--compile.mode blocks"),
     ):
         with monkeypatch.context() as patch:
@@ -147,7 +147,7 @@ def test_a_damaged_trace_fails(project: Project, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(stage, "trace_steps", damaging)
     content = profile(project, "damaged", code=1)
     assert statuses(content)["trace"] == content["status"] == "fail"
-    assert "not a whole trace" in content["checks"][0]["measured"]
+    assert "the trace is incomplete" in content["checks"][0]["measured"]
     assert content["figures"]["diagnosis"] is None
 
 
@@ -263,11 +263,11 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.micro-batch-size 8" in told("host-bound")
     gap = empty._replace(longest_gap=traces.NamedGap(0.9, "aten::mm", "aten::add"))
     assert "after aten::mm and before aten::add" in told("host-bound", gap)
-    assert "Python work" in told("host-bound", gap) and "Python" not in told("host-bound")
+    assert "Python code" in told("host-bound", gap) and "Python" not in told("host-bound")
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")
-    nothing_left = "a leaner model, or more devices; the loop itself has little left"
+    nothing_left = "a smaller model or more devices, since the loop itself has little to gain"
     for best, wanted in (("none", nothing_left), ("full", "mode full (")):
         compiled = stages.Stage("compile", project.config(run_dir=tmp_path))
         compiled.figures["best"] = best

@@ -94,9 +94,9 @@ def test_what_one_process_cannot_measure_is_said(
     assert checks.pop("memory")["status"] == "pass"
     for check in checks.values():
         assert check["status"] == "not_measured"
-        assert "one process was asked for" in check["measured"]
+        assert "--workflow.ranks is 1" in check["measured"]
     assert list(content["figures"]["ranks"]) == ["1"] and not content["figures"]["weak_efficiency"]
-    assert any("as rendered" in text for text in content["advice"])
+    assert any("which this project uses" in text for text in content["advice"])
 
 
 def test_a_model_too_large_for_one_process(
@@ -182,7 +182,7 @@ def test_losses_are_judged(project: Project) -> None:
         assert judged(changed, "")[0] == status, (key, value)
     records[1]["random"] = True
     status, measured, _ = judged(records, "")
-    assert status == "not_measured" and "in evaluation too" in measured
+    assert status == "not_measured" and "in evaluation, too" in measured
 
 
 def test_efficiencies_are_judged(project: Project) -> None:
@@ -204,7 +204,7 @@ def test_efficiencies_are_judged(project: Project) -> None:
         assert judged(kind, records, "", device)[0] == status, (device, kind, step)
     assert judged("weak", records, "why not", "cuda")[:2] == ("not_measured", "why not")
     slow = {1: record(1.0), 2: record(2.0)}
-    assert "synchronisations" in judged("weak", slow, "", "cuda")[2]
+    assert "synchronizations" in judged("weak", slow, "", "cuda")[2]
 
 
 def test_memory_is_judged_and_ddp_or_fsdp_follows(
@@ -222,22 +222,24 @@ def test_memory_is_judged_and_ddp_or_fsdp_follows(
         return stage.checks[0]["status"], stage.checks[0]["measured"], *stage.advice
 
     status, measured, advice = judged((900, 940))
-    counted = r"; `fit` counts (\d[\d.]* [kM]B), (\d[\d.]* [kM]B)"
+    counted = r"; `fit` predicts (\d[\d.]* [kM]B), (\d[\d.]* [kM]B)"
     beginning = "a rank's peak: 1 rank 900 B, 2 ranks 940 B, of 1 kB"
     assert status == "pass" and re.fullmatch(re.escape(beginning) + counted, measured)
-    assert advice == "DDP: one process, with the whole state, takes 900 B; as rendered"
+    assert (
+        advice == "one process with the whole state needs 900 B: use DDP, which this project uses"
+    )
     status, _, advice = judged((900, 960))
     assert status == "fail" and advice.startswith("FSDP: ")
     assert '{"parallelism": "fsdp"}' in advice
     status, _, advice = judged((960, 500), which=sharded)  # of a GPU each
-    assert status == "fail" and advice.startswith("FSDP: ") and "as rendered" in advice
+    assert status == "fail" and "use FSDP, which this project uses" in advice
     assert '{"parallelism": "ddp"}' in judged((900, 500), which=sharded)[2]
     status, measured, advice = judged((470, 470), "cpu")
     assert status == "pass" and measured.endswith("of 1 kB that all ranks share")
     assert judged((470, 480), "cpu")[0] == "fail"  # the two together
     assert "`fit`" not in measured, "that is of tensors, and this of the process"
     status, _, advice = judged((480, 300), "cpu", sharded)
-    assert status == "pass" and advice.startswith("FSDP: ") and "as rendered" in advice
+    assert status == "pass" and "use FSDP, which this project uses" in advice
 
 
 def test_a_model_without_blocks_is_told_to_name_some(
@@ -257,7 +259,7 @@ def test_a_model_without_blocks_is_told_to_name_some(
         world = SimpleNamespace(distributed=True, rank=rank, size=2)
         model = nn.Sequential(nn.Linear(2, 2), nn.ReLU())
         parallel.wrap(model, [model[1]], sharded.config().parallel, world, torch.float32)
-        assert ("blocks(model) in model.py names no layer" in caplog.text) == named
+        assert ("blocks(model) in model.py returns no modules" in caplog.text) == named
         parallel.wrap(model, [model[0]], sharded.config().parallel, world, torch.float32)
         assert caplog.text.count("blocks(model)") == named
 

@@ -417,7 +417,7 @@ def test_figures_of_an_older_version_are_shown_as_damaged(project: Project, tmp_
     content = json.loads(path.read_text())
     content["figures"]["tokens_per_second"] = "many"
     path.write_text(json.dumps(content))
-    line = f"reading {tmp_path} was refused: ValueError"
+    line = f"{tmp_path} cannot be loaded: ValueError"
     with pytest.raises(project.module("errors").RankError, match=line):
         project("report", "--run-dir", str(tmp_path))
 

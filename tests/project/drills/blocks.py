@@ -67,7 +67,7 @@ def main(package: str) -> None:
                 raise AssertionError("a collective was possible in a block")
             except errors.RankError as error:
                 assert f"rank {min(callers)}: RuntimeError: Group." in str(error), error
-                assert "may not be in a together() block" in str(error), error
+                assert "must not be in a together() block" in str(error), error
     assert outcome({}) == ("", ""), "a block is possible again"
 
     # A block in a thread, as the writer's, while the main thread is in one of another group.

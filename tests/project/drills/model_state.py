@@ -85,7 +85,7 @@ def main(folder: Path, packages: list[str]) -> None:
         run = folder / name
         with refused(name, "was frozen or unfrozen", "rate_factor"):
             train(name, run / "frozen", world, SimpleNamespace(before_step=freeze))
-        with refused(name, "has got or lost parameters", "rate_factor"):
+        with refused(name, "added to or removed from the optimizer", "rate_factor"):
             train(name, run / "added", world, SimpleNamespace(after_step=add_group))
 
         # That is the last step on both ranks, and its checkpoint has the validation.

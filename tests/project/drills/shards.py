@@ -70,8 +70,14 @@ def main(package: str) -> None:
         (int, None),
         (lambda: torch.ones(99, dtype=torch.int64).sum().item(), "item"),
         (lambda: torch.ones(99).nonzero(), "torch.nonzero()"),
-        (lambda: {"each": [torch.ones(99)]}, r"a tensor [99] is no parameter or buffer"),
-        (lambda: SimpleNamespace(table=torch.ones(98)), r"a tensor [98] is no parameter or buffer"),
+        (
+            lambda: {"each": [torch.ones(99)]},
+            r"a tensor of shape [99] is not a parameter or buffer",
+        ),
+        (
+            lambda: SimpleNamespace(table=torch.ones(98)),
+            r"a tensor of shape [98] is not a parameter or buffer",
+        ),
     ):
         warnings.clear()
         model, built_whole = sharded(lambda extra=extra: Odd(extra), 0)

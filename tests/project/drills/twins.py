@@ -18,7 +18,7 @@ import torch.nn.utils.parametrizations as of_torch
 from torch import nn
 
 STEPS = 3
-REPLACED = "something holds .* besides its module"
+REPLACED = ".* is referenced outside its module"
 
 
 class Plain(nn.Module):
