@@ -254,7 +254,8 @@ def settings(project: Path, words: list[str]) -> str:
 
 def sentence(words: str) -> str:
     """The words of a setting, as a cell of the table; options in it are code."""
-    text = re.sub(r"(?<![`\w-])(--[\w.-]*\w)", r"`\1`", words)
+    # An option with its value, such as "--weights ema", is one piece of code.
+    text = re.sub(r"(?<![`\w-])(--[\w.-]*\w(?: (?:ema|no)\b)?)", r"`\1`", words)
     return text.rstrip(".").replace("|", "\\|") + "."
 
 

@@ -1,4 +1,4 @@
-"""Validation of the weights and of their EMA is compared with a plain computation."""
+"""Validation, also of the EMA of the weights, is compared with a plain computation."""
 
 import contextlib
 from pathlib import Path
