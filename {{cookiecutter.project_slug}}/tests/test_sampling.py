@@ -1,4 +1,4 @@
-"""The order of samples is complete, random, and the same on any number of ranks."""
+"""The samples of an epoch are complete and in random order, the same on any number of ranks."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Turn failures of loader workers, due to machine limits or pickling, into one-line errors."""
+"""Turn failures of loader workers into one-line errors, for machine limits and pickling."""
 
 import contextlib
 import pickle
