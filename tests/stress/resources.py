@@ -38,6 +38,15 @@ from .kill_storm import Part, side_by_side
 from .prepare_checkpoints import ANSWERS
 from .storm import import_all
 
+# Words for the real file systems, for the page.
+DISKS = {
+    "FullDisk": "a full tmpfs",
+    "NoNames": "a tmpfs without free inodes",
+    "ReadOnly": "a file system that becomes read-only",
+    "NoRights": "a folder without write permission",
+    "ThinDisk": "ext4 on a device smaller than it claims",
+}
+
 
 def scarcity(variants: list[Variant], found: Findings, hits: Counter[str]) -> None:
     """Real file systems that fill up, close or fail."""
@@ -52,7 +61,7 @@ def scarcity(variants: list[Variant], found: Findings, hits: Counter[str]) -> No
                 run = variant.run(
                     dict(zip(variant.disturbed, chosen, strict=False)), trouble, trouble.place
                 )
-                hits[f"saves disturbed by a real file system: {kind.__name__}"] += len(run.struck)
+                hits[f"saves disturbed by {DISKS[kind.__name__]}"] += len(run.struck)
         except (OSError, subprocess.SubprocessError) as error:
             print(f"NOT TRIED: {kind.__doc__} ({error})", file=sys.stderr, flush=True)
             hits[f"not tried: {kind.__name__}, {error}"] += 1

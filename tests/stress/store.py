@@ -26,6 +26,16 @@ from .storm import import_all, plan_of
 
 VARIANTS = ("single_dcp_async", "ddp_dcp_async", "fsdp_dcp", "single_torch_save")
 
+# Words for the failures, for the page; others are HTTP statuses.
+FAILURES = {
+    "cut": "connection cut",
+    "lost": "executed, but not answered",
+    "short": "half of the answer",
+    "late": "late answer",
+    "hang": "no answer",
+    "200": "200 with an error in the body",
+}
+
 
 def strikes(variant: Variant, found: Findings, hits: Counter[str]) -> None:
     """Each kind of failure at requests drawn at random, once, and from one on."""
@@ -34,7 +44,7 @@ def strikes(variant: Variant, found: Findings, hits: Counter[str]) -> None:
     hows = ("lost",) if found.bounded else PASSES + LIES
     for how in hows:
         for first in rng.sample(range(variant.requests), each):
-            hits[f"disturbed requests: {how}"] += strike(variant, how, first)
+            hits[f"disturbed requests: {FAILURES.get(how, how)}"] += strike(variant, how, first)
     for how in () if found.bounded else ("500", "403", "cut"):
         for first in rng.sample(range(variant.requests), 3):
             hits["stores that failed permanently"] += strike(variant, how, first, 10**6)
