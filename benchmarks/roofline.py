@@ -23,6 +23,8 @@ from .common import PACKAGE, ROOT, benchmark, render, series
 PEAK, TF32 = 0.7 * 989e12, 0.6 * 494e12  # FLOP/s of both devices
 BANDWIDTHS = {"H100": 3.35e12, "H200": 4.8e12}  # bytes/s
 LEAST = 2.5e-6  # seconds of a kernel
+# They touch a few values of their largest tensor, or only its shape.
+SPARSE = ("embedding", "gather", "scatter_", "nll_loss_forward", "new_zeros")
 
 
 def counted(vocabulary: int) -> Any:
@@ -49,7 +51,11 @@ def counted(vocabulary: int) -> Any:
             flops = 0
             if f._overloadpacket in flop_registry:
                 flops = flop_registry[f._overloadpacket](*args, **kwargs, out_val=out)
-            moved = sum(tensor.nbytes for tensor in tensors)
+            # An argument that is given twice, or returned, is counted once.
+            sizes = {id(tensor): tensor.nbytes for tensor in tensors}
+            moved = sum(sizes.values())
+            if f._overloadpacket.__name__ in SPARSE:
+                moved -= max(sizes.values())
             peak = PEAK if any(t.dtype == torch.bfloat16 for t in tensors) else TF32
             kind = self.kind(str(f), flops, [tensor.shape for tensor in tensors])
             for name, bandwidth in BANDWIDTHS.items():

@@ -266,14 +266,19 @@ def test_the_loss_is_compiled_with_its_logits(
 ) -> None:
     """Where something is compiled the compiler sees the head and the loss as one, without parts."""
     module, seen = text.module("model"), []
-    formula = F.cross_entropy
+    of_logits, of_logarithms = F.cross_entropy, F.nll_loss
 
-    def watched(logits: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+    def watch_logits(logits: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
         seen.append((torch.compiler.is_compiling(), len(logits)))
-        return formula(logits, *rest, **named)
+        return of_logits(logits, *rest, **named)
+
+    def watch_logarithms(logarithms: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor:
+        seen.append((torch.compiler.is_compiling(), len(logarithms)))
+        return of_logarithms(logarithms, *rest, **named)
 
     monkeypatch.setattr(module, "MAX_LOGITS", 100)
-    monkeypatch.setattr(F, "cross_entropy", watched)
+    monkeypatch.setattr(F, "cross_entropy", watch_logits)
+    monkeypatch.setattr(F, "nll_loss", watch_logarithms)
     changes = {"compile__mode": mode, "compile__backend": "eager"}
     state = text.module("train").setup(text.config(**changes))
     text.module("train").train_step(state, state.loader.next())
@@ -355,5 +360,5 @@ def test_nothing_is_sampled_from_what_is_not_finite(text: Project) -> None:
     assert infer.sample(logits, infer.InferConfig(), generator) != 1
     for odd in (torch.nan, torch.inf):
         logits[1] = odd
-        with pytest.raises(text.module("errors").UserError, match="is not finite: take an earlier"):
+        with pytest.raises(text.module("errors").UserError, match="is not finite: use an earlier"):
             infer.sample(logits, infer.InferConfig(), generator)

@@ -30,13 +30,13 @@ class ModelConfig:
     """A GPT."""
 
     layers: int = 3
-    """Blocks of attention and perceptron."""
+    """Transformer blocks (attention and MLP)."""
     heads: int = 3
-    """Attention heads per block; `width` is a multiple of twice their number."""
+    """Attention heads per block; `width` must be a multiple of twice this number."""
     width: int = 96
     """Features per token."""
     dropout: float = 0.0
-    """Probability that a feature is dropped after attention and perceptron (0: off)."""
+    """Dropout probability after attention and MLP (0: off)."""
 
     def __post_init__(self) -> None:
         """Check the values (UserError)."""
@@ -164,7 +164,7 @@ class SquaredReLU(torch.autograd.Function):
     """The square of a ReLU, as good as GELU (So et al., 2021), and cheaper.
 
     Autograd would multiply twice, add, and mask what is zero already: 12 passes over memory. This
-    backward takes 7, to the same values.
+    backward takes 5, to the same values.
     """
 
     @staticmethod
@@ -179,7 +179,8 @@ class SquaredReLU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Multiply by the derivative."""
         (x,) = ctx.saved_tensors
-        return 2 * F.relu(x) * gradient
+        # 0 + 2 relu(x) gradient, in one kernel after the ReLU's.
+        return torch.addcmul(gradient.new_zeros(()), F.relu(x), gradient, value=2)
 
 
 class Block(nn.Module):
@@ -206,40 +207,52 @@ def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
+def loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute `summed_loss` and its gradients with respect to x and weight."""
+    logits = F.linear(x, weight)
+    log_probabilities = F.log_softmax(logits.float(), dim=-1)
+    loss = F.nll_loss(log_probabilities, targets, reduction="sum")
+    # The gradient with respect to the logits is the probabilities, minus 1 at the target. It takes
+    # the memory of the logits. Autograd would pass over memory of this size twice as often.
+    index = targets.clamp(min=0)[:, None]
+    at_target = log_probabilities.gather(1, index).expm1()
+    gradient = torch.exp(log_probabilities, out=logits)
+    gradient.scatter_(1, index, at_target.to(gradient.dtype))
+    # Targets of -100 have no loss (`ignore_index` of F.nll_loss), so their rows have no gradient.
+    has_loss = (targets >= 0)[:, None]
+    x_gradient = gradient @ weight * has_loss
+    weight_gradient = gradient.T @ (x * has_loss)
+    return loss, x_gradient, weight_gradient
+
+
 class LossInParts(torch.autograd.Function):
     """`summed_loss` in chunks of rows, so that the logits of one chunk are in memory at a time.
 
     Plain autograd would keep the logits of every chunk until backward. So forward computes the
-    gradients of a chunk as soon as it has the chunk's loss, and backward only scales them.
+    gradients of a chunk together with its loss, and backward only scales them.
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor, chunks: list[tuple[Tensor, Tensor]], x: Tensor) -> Tensor:
-        """Return the loss of `chunks`: rows of x, and their targets."""
-        # Autograd does not look into a list. So `x` is an argument, too: its gradient is returned.
+    def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
+        """Return the loss; a chunk has `rows` rows of x and their targets."""
         losses = []
         x_gradients = []
         # The chunks add up in float32: a sum in bfloat16 would lose what the last ones add.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float)
-        for rows, targets in chunks:
-            # Detached tensors begin a graph of this chunk alone, which `grad` frees.
-            chunk_x = rows.detach().requires_grad_()
-            chunk_weight = weight.detach().requires_grad_()
-            with torch.enable_grad():
-                loss = summed_loss(chunk_x, chunk_weight, targets)
-            of_x, of_weight = torch.autograd.grad(loss, (chunk_x, chunk_weight))
+        for chunk, chunk_targets in zip(x.split(rows), targets.split(rows), strict=True):
+            loss, of_chunk, of_weight = loss_and_gradients(chunk, weight, chunk_targets)
             losses.append(loss)
-            x_gradients.append(of_x)
+            x_gradients.append(of_chunk)
             weight_gradient += of_weight
-        ctx.save_for_backward(weight_gradient.to(weight.dtype), torch.cat(x_gradients))
+        ctx.save_for_backward(torch.cat(x_gradients), weight_gradient.to(weight.dtype))
         return torch.stack(losses).sum()
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:
         """Scale the gradients by the gradient of the loss."""
-        weight_gradient, x_gradient = ctx.saved_tensors
-        return weight_gradient * loss_gradient, None, x_gradient * loss_gradient
+        x_gradient, weight_gradient = ctx.saved_tensors
+        return x_gradient * loss_gradient, weight_gradient * loss_gradient, None, None
 
 
 class Output(nn.Module):
@@ -266,10 +279,11 @@ class Output(nn.Module):
         dtype = F.linear(x[:1], weight[:1]).dtype
         x = x.to(dtype)
         weight = weight.to(dtype)
-        chunks = list(zip(x.split(rows), targets.split(rows), strict=True))
         if torch.is_grad_enabled():
-            return LossInParts.apply(weight, chunks, x)
-        losses = [summed_loss(chunk, weight, chunk_targets) for chunk, chunk_targets in chunks]
+            return LossInParts.apply(x, weight, targets, rows)
+        losses = []
+        for chunk, chunk_targets in zip(x.split(rows), targets.split(rows), strict=True):
+            losses.append(summed_loss(chunk, weight, chunk_targets))
         return torch.stack(losses).sum()
 
 
