@@ -146,7 +146,7 @@ def test_a_base_may_move(project: Project, runs: Path, tmp_path: Path) -> None:
             ("infer", "--run-dir", run),
         ):
             problem = project.refuses(*words)
-            assert "base.safetensors, which had them, is gone" in problem
+            assert "base.safetensors, which held them, is gone" in problem
             assert "--init-from (train) or --base (export, infer)" in problem
             assert "\n" not in problem
         listing = project.module("checkpoint.verify").list_checkpoints(tmp_path / "run")
@@ -281,7 +281,7 @@ def test_a_head_of_another_size_begins_anew(project: Project, tmp_path: Path) ->
         )
     with built(project, lambda model: Headed(model, 12)):
         problem = project.refuses(*new, str(tmp_path / "twelve"), *from_ten)
-        assert "2 rows more (classes, a vocabulary, or positions)" in problem
+        assert "2 more rows (classes, a vocabulary, or positions)" in problem
     assert weights(project, tmp_path / "seven")["model.head.weight"].shape == (7, 32)
 
 

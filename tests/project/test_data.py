@@ -217,7 +217,7 @@ def test_text_may_be_divided_already(
 
     assert read() == [{*names} - {"b", "c"}, {"b"}]
     (line,) = caplog.messages
-    assert line.startswith("1 files left out: named test, neither train nor val")
+    assert line.startswith("1 files left out: test files")
     assert line.endswith(test_file)
     (tmp_path / training_file).unlink()
     assert set.union(*read()) >= {"b", "c"}, "one of the names alone says nothing"
@@ -328,7 +328,7 @@ def test_what_is_no_image_of_a_class_is_passed_over(
     (tmp_path / "train/cat/deeper").mkdir()
     assert len(datasets(image, data__path=tmp_path)[0]) == 10
     (line,) = caplog.messages
-    assert line.startswith("6 files left out: no images in a folder of their class, such as ")
+    assert line.startswith("6 files left out: not images in a folder of their class, such as ")
 
 
 def test_images_of_phones_and_browsers_are_read(image: Project, tmp_path: Path) -> None:
@@ -395,7 +395,7 @@ def test_unusable_images_are_told_in_one_line(image: Project, tmp_path: Path) ->
     assert shapes == {(3, 6, 6)} and sum(map(len, map(all_of, scaled))) == 21
     Image.fromarray(np.zeros((30, 20), np.uint16)).save(tmp_path / "cat/large.png")
     training, validation, _ = datasets(image, data__path=tmp_path, data__size=6)
-    with pytest.raises(error, match=r"large\.png has pixels of kind I;16"):
+    with pytest.raises(error, match=r"large\.png has pixels of mode I;16"):
         all_of(training), all_of(validation)
     (tmp_path / "cat/large.png").write_bytes(b"no image")
     training, validation, _ = datasets(image, data__path=tmp_path, data__size=6)

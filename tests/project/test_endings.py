@@ -63,7 +63,7 @@ def test_a_second_ctrl_c_says_what_is_saved(
     outcome = project.python("-c", TWICE, *words, "4", where)
     assert outcome.returncode == 130, outcome.stderr
     assert "Traceback" not in outcome.stderr
-    assert f"step {saved} is saved. To resume: the same command again" in outcome.stderr
+    assert f"step {saved} is saved. To resume, run the same command again" in outcome.stderr
     status = json.loads((tmp_path / "run/status.json").read_text())
     assert (status["status"], status["saved_step"]) == ("preempted", saved)
     assert max((tmp_path / "run/checkpoints").iterdir()).name == f"step_{saved:08}"
@@ -259,7 +259,7 @@ def test_a_stop_ends_the_wait_for_a_worker_that_hangs(
         said = process.stderr.read()  # until the worker is gone, too
         assert process.wait() == 130, said
         watch.cancel()
-    assert "; step 2 is saved. To resume: the same command again" in said
+    assert "; step 2 is saved. To resume, run the same command again" in said
     assert json.loads((tmp_path / "run/status.json").read_text())["status"] == "preempted"
 
 

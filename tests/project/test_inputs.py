@@ -91,7 +91,11 @@ def test_other_json_is_text_and_said_to_be(
     (folder / "main.txt").write_text("main " * 100)
     assert '"files": [' in text_of(text, folder)
     tokenizer("tokens", "--text", str(folder), "--to", str(tmp_path / "t"), "--vocabulary", "300")
-    lines = [line for line in caplog.messages if line.startswith("2 JSON files are read as plain")]
+    lines = [
+        line
+        for line in caplog.messages
+        if line.startswith("2 JSON files do not have JSON lines and are read as plain")
+    ]
     assert len(lines) == 2 and all(line.endswith("package.json") for line in lines)
 
 
@@ -100,7 +104,7 @@ def test_json_lines_without_the_field_are_named(text: Project, tmp_path: Path) -
     with pytest.raises(text.module("errors").UserError) as refused:
         text_of(text, tmp_path / "a.json")
     assert str(refused.value) == (
-        f"{tmp_path / 'a.json'}, the line at byte 0: wanted JSON with a text in 'text'"
+        f"{tmp_path / 'a.json'}, the line at byte 0: expected a JSON object with text in 'text'"
     )
 
 
@@ -135,7 +139,7 @@ def test_links_to_folders_are_followed(
     assert json.loads((tmp_path / "t/tokens.json").read_text())["documents"] == 3
     for line in caplog.messages[:2:2]:
         assert line.startswith(
-            "5 files left out: links to folders that are read under another name"
+            "5 files left out: links to folders above this one, or read under another name"
         )
 
 
@@ -208,14 +212,14 @@ def test_no_folder_is_named_tilde(
     text: Project, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     said = text.refuses("train", *SMALL, "--name", "~")
-    assert said.startswith("--name '~' is no plain name")
+    assert said.startswith("--name '~' is not a plain name")
     # As in a container whose user has no entry in /etc/passwd.
     monkeypatch.setattr(os.path, "expanduser", lambda path: str(path))
     said = text.refuses("train", *SMALL, "--run-dir=~/run")
-    assert said == "~/run: the home directory is not known: give the path without ~"
+    assert said == "~/run: the home directory is unknown; give the path without ~"
     (tmp_path / "a.toml").write_text('[data]\npath = "~/text.txt"\n')
     said = text.refuses("train", *SMALL[:-2], "--config", str(tmp_path / "a.toml"))
-    assert "~/text.txt: the home directory is not known" in said and "\n" not in said
+    assert "~/text.txt: the home directory is unknown" in said and "\n" not in said
     assert not list(text.folder.rglob("~"))
 
 
@@ -424,7 +428,7 @@ def test_another_number_of_datasets_is_one_line(
     monkeypatch.setattr(training, "build_datasets", short)
     said = text.refuses("train", *SMALL, "--run-dir", str(tmp_path / "run"))
     assert said == (
-        "build_datasets (data.py) has to return three values: a training set, a validation set, "
+        "build_datasets (data.py) must return three values: a training set, a validation set, "
         "and a spec with a fingerprint"
     )
 
@@ -457,7 +461,7 @@ def test_checkpoints_without_settings_say_what_to_do(text: Project, tmp_path: Pa
         path.write_bytes(seal(manifest))
     said = text.refuses("train", *SMALL, "--run-dir", str(run), "--train.steps", "3")
     assert said == (
-        "config.json is missing, and no checkpoint has the run's settings (of "
+        "config.json is missing, and no checkpoint has the run's settings (in "
         f"{run / 'checkpoints'}: copy the run's config.json, or give all settings by --config "
         "FILE.json)"
     )

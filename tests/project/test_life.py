@@ -342,7 +342,7 @@ def test_a_mistake_is_told_once(tmp_path: Path) -> None:
     project = bake(tmp_path)
     with launch(project, "mistaken", "--data.path", "missing", ranks=3) as process:
         output = finish(process, timeout=300, codes=(2,))
-    assert 1 <= output.count("error: --data.path: there is nothing at") <= 3, output
+    assert 1 <= output.count("error: --data.path: ") <= 3, output
     assert "Traceback" not in output and "c10::" not in output, output
 
 

@@ -196,8 +196,10 @@ def test_a_metric_has_a_name_of_its_own(
         return compute(model, batch)._replace(metrics=metrics(len(batches)))
 
     monkeypatch.setattr(training, "compute_loss", with_metrics)
-    cases = {"'loss' is a figure of the run": lambda number: {"loss": 1.0}}
-    cases |= {"'validation_x' is a figure": lambda number: {"x": 1.0, "validation_x": 1.0}}
+    cases = {"the run itself records 'loss'": lambda number: {"loss": 1.0}}
+    cases |= {
+        "the run itself records 'validation_x'": lambda number: {"x": 1.0, "validation_x": 1.0}
+    }
     cases |= {r"same in each batch: \('b',\) follow on \('a',\)": lambda n: {"ab"[n > 2]: 1.0}}
     for number, text in enumerate(cases):
         metrics = cases[text]
@@ -406,7 +408,7 @@ def test_a_report_of_many_lines_is_thinned(project: Project, tmp_path: Path) -> 
     _, most = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert most < 4_000_000, "read as a stream: of a hundred megabytes no more is kept"
-    assert 2000 <= len(records) <= 4002 and "damaged lines, left out here: 2" in notes[0]
+    assert 2000 <= len(records) <= 4002 and "2 damaged lines are left out" in notes[0]
     assert records == sorted(records, key=lambda record: record["step"])
     assert records[-1]["step"] == 30_000 and records[-1]["validation_loss"] == 30_000 / 7
     page = report.publish_report(tmp_path).read_text("utf-8")

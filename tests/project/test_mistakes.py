@@ -294,7 +294,7 @@ def test_a_stream_is_one_line(
     assert said == (
         f"the {part} data (build_datasets in data.py) is a Lines: "
         "it needs __len__, and __getitem__ or __getitems__. "
-        "Write a stream to files first, or render with samples=stream"
+        "Write a stream to files first, or create the project with samples=stream"
     )
 
 
@@ -479,11 +479,11 @@ def test_other_ways_to_start_are_one_line(project: Project) -> None:
     assert said == [f"error: start it with python -m {HERE} train"]
     train = (sys.executable, "-m", HERE, "train", *TINY)
     said = told(project.folder, "env", "RANK=0", *train, code=2)
-    problem = "RANK is set, but not MASTER_ADDR"
+    problem = "RANK is set, but MASTER_ADDR is not"
     assert said == [f"error: {problem}: unset RANK, or start with ./launch.sh"]
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         (said,) = told(project.folder, "env", f"{name}=2", *train, code=2)
-        assert said.startswith(f"error: {name} is 2: srun or mpirun has started processes")
+        assert said.startswith(f"error: {name} is 2: srun or mpirun has started several processes")
         assert "torchrun (launch.sh)" in said
     short = ("--train.steps", "2", "--name", "task_of_one")
     told(project.folder, "env", "SLURM_STEP_NUM_TASKS=1", *train, *short, code=0)
@@ -557,7 +557,7 @@ raise SystemExit(errors.run_main(lambda: __main__.dispatch({["train", *TINY, "--
     command = f"python -m {HERE} fit"
     (line,) = told(project.folder, sys.executable, "-c", broken, code=1)[-1:]
     assert line.startswith(f"error: {shown[:-1]}. Try --train.activation-checkpointing")
-    assert line.endswith(f"(`{command}`, with the same options, says what fits)")
+    assert line.endswith(f"(`{command}` with the same options shows what fits)")
     monkeypatch.setattr(Path, "exists", lambda path: False)  # without these stages
     assert command not in project.module("errors")._in_one_line(torch.OutOfMemoryError(shown))
 
@@ -567,7 +567,7 @@ def test_launched_ranks_refuse_in_one_line(project: Project) -> None:
     lines = told(project.folder, *launch, "--data.path", "nowhere", code=2)
     # On a busy machine the other rank may come to say so, too, before it is ended.
     said = {line.removeprefix("[rank 1] ") for line in lines}
-    assert said == {f"error: --data.path: there is nothing at {project.folder / 'nowhere'}"}
+    assert said == {f"error: --data.path: {project.folder / 'nowhere'} does not exist"}
 
 
 def test_ctrl_c_on_ranks_shows_our_words_first(project: Project, tmp_path: Path) -> None:

@@ -60,7 +60,7 @@ def test_parts_in_evaluation_mode_stay_so(
     for modes in changed.modes:
         for name, training in modes.items():
             assert training == (not name.startswith("blocks.0")), name
-    assert "kept in evaluation mode, as build_model left them: blocks.0\n" in caplog.text
+    assert "modules kept in evaluation mode, as set in build_model: blocks.0\n" in caplog.text
 
     changed.modes.clear()
     changed.run(lambda model: model.eval(), tmp_path / "whole")

@@ -62,7 +62,7 @@ def test_settings_that_cannot_be_read_end_the_start(
     text("train", *words, "2")
     file.write_text(damage)
     line = text.refuses("train", *words, "3")
-    assert line.endswith(f"(of {file}: correct it, or remove the file)") and "\n" not in line
+    assert line.endswith(f"(in {file}: correct it, or remove the file)") and "\n" not in line
     file.unlink()
     text("train", *words, "3")
 
@@ -74,7 +74,7 @@ def test_an_address_in_a_run_is_not_taken(store: Project, tmp_path: Path) -> Non
     content = saved(tmp_path / "run")
     changed = content | {"checkpoint": content["checkpoint"] | {"url": "reference://{}"}}
     (tmp_path / "run/config.json").write_text(json.dumps(changed))
-    refused = "names reference://{}, which is not opened unasked"
+    refused = "names reference://{}, whose protocol may be unsafe"
     assert refused in store.refuses("train", *words, "3")
 
 
@@ -166,7 +166,7 @@ def test_settings_in_a_store_that_cannot_be_used(store: Project, tmp_path: Path)
         path.write_bytes(sealed({**content, "config": {"name": "default", **odd}}))
         line = store.refuses("train", *words, str(tmp_path / "two"), "--train.steps", "3")
         assert (
-            line.endswith(f"(of {url}: give all settings by --config FILE.json)")
+            line.endswith(f"(in {url}: give all settings with --config FILE.json)")
             and "\n" not in line
         )
     path.write_bytes(sealed({**content, "config": None}))
@@ -207,7 +207,7 @@ def test_a_run_that_is_uploaded_no_more_is_told(
     store("train", *where, "2", *url)
     assert "uploaded to" not in caplog.text
     store("train", *where, "3")
-    assert f"this run was uploaded to file://{tmp_path}/store" in caplog.text
+    assert f"this run is no longer uploaded to file://{tmp_path}/store" in caplog.text
 
 
 @pytest.mark.parametrize("name", ["train.steps", "optim.learning_rate", "optim.clip"])
@@ -356,6 +356,6 @@ def test_a_figure_that_is_not_there_is_named(
     run = image.module("train").run
     assert run(image.config(**settings, run_dir=tmp_path / "run")).step == 2, "it is saved"
     warned = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert warned == ["--checkpoint.best validation_acuracy: the validation has no such figure"]
+    assert warned == ["--checkpoint.best validation_acuracy: the validation has no such metric"]
     with pytest.raises(image.module("errors").UserError, match="is not a validation metric"):
         image.config(checkpoint__best="accuracy")

@@ -713,7 +713,7 @@ def test_launched_ranks_do_not_wait_for_a_store_that_hangs(store: Store, tmp_pat
     status = json.loads((folder / "runs/run/status.json").read_text())
     assert (status["status"], status["saved_step"]) == ("preempted", 3), said
     assert said.count("SIGTERM: stopping as soon as") == 1
-    assert re.search(r"stopped at step \d+ \(.*\); step 3 is saved. To resume: the same", said)
+    assert re.search(r"stopped at step \d+ \(.*\); step 3 is saved. To resume, run the same", said)
 
 
 def alike(ones: dict[str, Any], others: dict[str, Any]) -> bool:

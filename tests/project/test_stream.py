@@ -157,14 +157,16 @@ def test_bad_samples_are_named_by_their_place(project: Project, tmp_path: Path) 
             return loss._replace(total=loss.total / (1 - bad.clamp(max=1)))
 
         patch.setattr(model, "compute_loss", compute_loss)
-        with pytest.raises(project.module("errors").UserError, match="samples 21 make it so"):
+        with pytest.raises(
+            project.module("errors").UserError, match="each of the samples 21 causes it"
+        ):
             train(project, Poisoned(), tmp_path, train__on_bad_step="stop")
 
 
 @pytest.mark.parametrize(
     ("stream", "changes", "line"),
     [
-        (iter([1]), {}, "without state_dict and load_state_dict: give it both"),
+        (iter([1]), {}, "without state_dict and load_state_dict: add both"),
         (Stream(0), {}, "has no samples"),
         (Stream(50, order={1, 2}), {}, "state_dict"),
         (Stream(50, order=(1, 2)), {}, "state_dict"),

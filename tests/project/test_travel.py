@@ -325,7 +325,7 @@ def test_another_model_is_not_used_with_old_weights(
         return model
 
     monkeypatch.setattr(project.module("model"), "build_model", larger)
-    assert "missing there, left as they were: extra" in project.refuses("infer")
+    assert "not in the file, kept as initialized: extra" in project.refuses("infer")
 
 
 def test_settings_of_another_answer_are_left_out(

@@ -65,7 +65,7 @@ def poisoned(
 
         result = run_here(render, f"{run}-stop", None, *SHORT, **{"train.on_bad_step": "stop"})
         shown = ", ".join(str(i) for i in ids if i in bad)
-        told = f"step {step} is not finite; samples {shown} make it so, each alone." in result
+        told = f"step {step} is not finite; each of the samples {shown} causes it." in result
         at, _, problems = render.checkpoint(f"{run}-stop")
         for _ in bad:
             named.count(None if told and at < step and not problems else f"{bad}: {result}")
@@ -104,7 +104,7 @@ def on_ranks(findings: Findings, renders: list[Render]) -> None:
             options = ("--train.on-bad-step", "stop")
             with started(render, 2, run, *options, faults=faults, MAX_RESTARTS="0") as job:
                 job.end(120)
-                told = f"step {step} is not finite; samples {bad} make it so, each alone."
+                told = f"step {step} is not finite; each of the samples {bad} causes it."
                 right = told in job.output and job.process.returncode
                 tally.count(None if right else job.output[-3000:])
 

@@ -93,7 +93,7 @@ def test_a_worker_that_is_handled_otherwise_is_noticed() -> None:
 
 
 def test_a_hang_that_is_not_named_is_noticed(tmp_path: Path) -> None:
-    reason = "no step was finished for 9 s: rank 1 gave no sign of life"
+    reason = "no step finished for 9 s: rank 1 did not respond"
     right = {"rank": 1, "seconds": 20.0, "code": 1, "reason": reason, "output": f"error: {reason}"}
     assert stops_hangs.judge(**right) is None
     other = {"rank": 0, "seconds": None, "code": 0, "reason": "InductorError", "output": ""}

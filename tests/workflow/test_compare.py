@@ -209,7 +209,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
             lines = (folder / "metrics.jsonl").read_text().splitlines()
             (folder / "metrics.jsonl").write_text("\n".join([*lines[:3], ""]))
         project("compare", str(tmp_path / "a"), str(folder))
-        reason = "1 and 2 ranks" if change else "too few to tell, of 5 records at least"
+        reason = "1 and 2 ranks" if change else "fewer than 5 records"
         (line,) = (it for it in capsys.readouterr().out.splitlines() if " samples_per_second" in it)
         assert line.endswith(f"not comparable: {reason}")
     assert (

@@ -363,7 +363,7 @@ def test_what_fits_with_recomputation_only(
     [
         (("--device", "H1000"), "choose from B200, "),
         (("--ranks", "12", "--train.global-batch-size", "12"), "beyond 8 in eights"),
-        (("--ranks", "9"), "1 to 8 (a global batch)"),
+        (("--ranks", "9"), "1 to 8 (the global batch size)"),
         (("--ranks", "-1"), "1 to 8"),
     ],
 )

@@ -240,7 +240,8 @@ def test_a_stage_that_breaks_down_is_no_pass(
     assert workflow("--workflow.force") == (1, ["baseline", "compile"])
     said = capsys.readouterr().out
     assert (
-        "compile crashed (exit code 1); to run it alone: python -m gated compile --preset" in said
+        "compile crashed (exit code 1); to run only this stage: python -m gated compile --preset"
+        in said
     )
     assert f"--run-dir {tmp_path} --workflow.force" in said
     (tmp_path / "workflow/baseline.json").write_text("{}")
@@ -447,7 +448,7 @@ def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:
     (tmp_path / "status.json").write_text('{"status": "running", "step": 0, "at": "x"}')
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
-    assert "left out" not in page and "running or killed, last heard of at step 1<" in page
+    assert "left out" not in page and "running or killed, last record at step 1<" in page
 
 
 def test_a_report_shows_metrics_of_ones_own(project: Project, tmp_path: Path) -> None:
@@ -493,14 +494,14 @@ def test_a_report_shows_samples_over_time(
         (
             "metrics.jsonl",
             b'{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n',
-            "damaged lines, left out here: 1",
+            "1 damaged lines are left out",
         ),
         (
             "metrics.jsonl",
             b'{"step": 1, "loss": 2.0}\n\xff\xfe\n7\n{}\n\n',
-            "damaged lines, left out here: 4",
+            "4 damaged lines are left out",
         ),
-        ("metrics.jsonl", b"\x00" * 50 + b"\n", "damaged lines, left out here: 1"),
+        ("metrics.jsonl", b"\x00" * 50 + b"\n", "1 damaged lines are left out"),
         ("workflow/profile.json", b"\xff", "is damaged"),
     ],
 )

@@ -29,14 +29,14 @@ def main(folder: Path, package: str) -> None:
     model = training.setup(config.override(ground, {"data.path": text}), world).model
     torch.save({k: v + int(rank) for k, v in model.state_dict().items()}, home / "weights.pt")
     for changes, words in (
-        ({"data.path": Path("own.txt")}, "rank 1 is not of the same run as rank 0: data"),
+        ({"data.path": Path("own.txt")}, "rank 1 differs from rank 0: data"),
         (
             {"data.path": text, "init_from": Path("weights.pt")},
-            "rank 1 is not of the same run as rank 0: content of weights.pt",
+            "rank 1 differs from rank 0: content of weights.pt",
         ),
         (
             {"data.path": text, "optim.clip": 1.0 + int(rank)},
-            "rank 1 is not of the same run as rank 0: settings 'optim.clip': 1.0 on rank 0, 2.0",
+            "rank 1 differs from rank 0: settings 'optim.clip': 1.0 on rank 0, 2.0",
         ),
     ):
         try:

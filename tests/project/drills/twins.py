@@ -280,7 +280,7 @@ REFUSED = {
     TiedAcrossBlocks: r"would untie layers\.0\.weight and layers\.2\.weight",
     TiedToTheRoot: r"would untie (back|first)\.weight and (back|first)\.weight",
     ModuleInTwoBlocks: r"would untie layers\.\d\.1\.weight",
-    GradientHook: r"would lose the gradient hook of first\.weight",
+    GradientHook: r"would drop the gradient hook of first\.weight",
     ParameterInList: REPLACED,
     ParameterInObject: REPLACED,
     ParameterInFunction: REPLACED,
