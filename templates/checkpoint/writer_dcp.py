@@ -17,7 +17,7 @@ from .tensors import Tensors, refuse_nan
 
 @dataclass(frozen=True)
 class CheckpointConfig(StorageConfig):
-    """Saved sharded, by all ranks at once."""
+    """Settings of sharded checkpoints, which all ranks write at once."""
 
     threads: int = 0
     """Files that each rank writes in parallel (0: one per 32 MB, up to 4)."""

@@ -33,7 +33,7 @@ LONG_WAIT = 1.0
 
 @dataclass(frozen=True)
 class CheckpointConfig(StorageConfig):
-    """Saved sharded, by all ranks at once, while training continues."""
+    """Settings of sharded checkpoints, which all ranks write at once while training continues."""
 
     threads: int = 0
     """Files that each rank writes in parallel (0: one per 32 MB, up to 4)."""

@@ -70,8 +70,7 @@ class TrainConfig:
     loader_workers: int = 0
     """DataLoader workers per rank (0: read in the loop, best for data in memory)."""
     on_bad_step: Literal["skip", "stop"] = "skip"
-    """On a non-finite loss or gradient, skip the step, or stop and name the samples at fault (the
-    host then waits for the device at each step)."""
+    """On a non-finite loss or gradient: skip the step, or stop and name the samples (slower)."""
     max_bad_steps: int = 20
     """Stop the run after this many skipped steps in a row (0: never)."""
 

@@ -27,8 +27,7 @@ class ScheduleConfig:
     decay_share: float = 0.2
     """wsd: fraction of the steps after the warm-up in which the rate falls."""
     ema: float = 0.0
-    """EMA decay per step, such as 0.999 (0: off). Validations also measure the EMA; `export` and
-    `infer` use it with --weights ema."""
+    """EMA decay per step, such as 0.999 (0: off); use it with `infer` or `export` --weights ema."""
 
     def __post_init__(self) -> None:
         if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:
