@@ -184,7 +184,7 @@ def sizes(project: Path, words: list[str]) -> str:
 
 def answers(project: Path, words: list[str]) -> str:
     """A table of the answers that are not the default: each rendered alone, and compared."""
-    rows = ["| question | answer | lines, against the default |", "|---|---|---|"]
+    rows = ["| question | answer | lines compared with the default |", "|---|---|---|"]
     for label, rendered in other_renders(project).items():
         question, answer = label.split("=")
         more = lines_of_python(rendered / "src") - lines_of_python(project / "src")
