@@ -18,7 +18,7 @@ TEST := $(DEMO) pillow scikit-learn pytest pytest-xdist pytest-timeout hypothesi
 PEERS := build/benchmark
 # So has the generator of the site.
 SITE := build/site-tools
-TOPICS := loop save restore sampler shards optimizer startup sharded_start restart busy fit loss roofline workflow
+TOPICS := loop save restore sampler shards optimizer startup sharded_start restart busy fit loss roofline workflow sft
 TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resources stops store
 
 # Releases of torch to try; empty: those of scripts/compat.py.
@@ -103,5 +103,5 @@ $(SITE)/.installed: docs/requirements.txt
 $(PEERS)/.installed: constraints.txt benchmarks/constraints.txt Makefile
 	@test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check \
-		-c constraints.txt -c benchmarks/constraints.txt $(DEMO) accelerate lightning
+		-c constraints.txt -c benchmarks/constraints.txt $(DEMO) accelerate lightning transformers peft trl
 	@touch $@

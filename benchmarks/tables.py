@@ -42,6 +42,7 @@ PREFIXES = {
     "sharded_start": ("1 rank", "2 ranks", "4 ranks"),
     "roofline": ("H100", "H200"),
     "workflow": ("language_model", "image_classifier"),
+    "sft": ("ours", "SFTTrainer"),
 }
 SUFFIXES = {
     "loop": {"more": "difference from hand-written"},

@@ -16,7 +16,7 @@ from benchmarks.planning import chunk, extrapolated, growth, plans
 from tests.conftest import ROOT, run_module
 
 TOPICS = ("loop", "save", "restore", "sampler", "shards", "optimizer", "startup")
-TOPICS += ("sharded_start", "restart", "busy", "fit", "loss", "roofline", "workflow")
+TOPICS += ("sharded_start", "restart", "busy", "fit", "loss", "roofline", "workflow", "sft")
 
 
 @pytest.mark.parametrize("topic", TOPICS)
