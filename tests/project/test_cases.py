@@ -16,6 +16,9 @@ CASES = {
     "callback_state": "project/test_callback_state.py::test_a_state_comes_back_as_it_was",
     "channels_first": "project/test_data.py::test_arrays_with_their_channels_first_are_refused",
     "complex_weights": "project/test_optimizer.py::test_complex_weights_have_no_fused_kernel",
+    "cruft_monorepo": (
+        "template/test_updating.py::test_a_project_in_a_larger_repository_is_updated"
+    ),
     "data_rewritten": "project/test_inputs.py::test_a_token_file_that_changes_under_a_run_is_named",
     "detection_targets": (
         "project/test_program.py::test_a_model_of_a_list_of_images_has_a_program_for_one_image"
@@ -65,20 +68,29 @@ CASES = {
         "project/test_inputs.py::test_checkpoints_without_settings_say_what_to_do"
     ),
     "shm_small": "project/test_collate.py::test_full_shared_memory_is_one_line",
+    "sizes": "project/test_sizes.py::test_a_few_samples_have_the_same_losses_on_more_ranks",
     "sparse_embedding": (
         "project/test_mistakes.py::test_parameters_that_cannot_be_trained_are_named"
     ),
     "split_folders": "project/test_data.py::test_a_folder_may_be_divided_already",
     "srun_without_torchrun": "project/test_mistakes.py::test_other_ways_to_start_are_one_line",
     "std_closed": "project/test_terminal.py::test_closed_streams_end_nothing",
+    "stop_between_saves": (
+        "project/test_steps.py::test_ranks_agree_on_running_buffers_after_each_step"
+    ),
+    "suspended": "project/test_terminal.py::test_a_job_that_stands_still_goes_on",
     "tilde_in_toml": "project/test_inputs.py::test_a_tilde_in_a_file_is_the_home_directory",
     "toml_bom": "project/test_data.py::test_settings_of_a_windows_editor_are_read",
     "torchrun_direct": "cluster/test_launch.py::test_plain_torchrun_restarts_its_ranks",
     "unfreeze_later": "project/test_model_state.py::test_ranks_notice_what_would_make_them_differ",
+    "unused_on_one_rank": (
+        "project/test_mistakes.py::test_ranks_name_a_parameter_that_one_of_them_uses"
+    ),
     "unused_parameter": (
         "project/test_mistakes.py::test_ranks_name_an_unused_parameter_and_the_setting"
     ),
     "utf16_left_out": "project/test_data.py::test_what_is_not_text_in_utf_8_is_left_out_and_named",
+    "wandb_home": "project/test_tracker.py::test_a_user_without_a_home_has_an_offline_log",
     "wandb_mode": "project/test_tracker.py::test_settings_of_the_users_own_win",
     "worker_holds_gil_sigterm": (
         "project/test_endings.py::test_a_stop_ends_the_wait_for_a_worker_that_hangs"
@@ -107,13 +119,6 @@ TWINS = {
 }
 TWIN_TEST = "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
 CASES |= dict.fromkeys(TWINS, TWIN_TEST)
-# Tried by hand only, so far: a project in a larger repository, data sets of one sample and of none,
-# a job that stands still, W&B without a home, a stop between two saves, a head that one rank alone
-# does not use.
-WITHOUT_A_TEST = {
-    *("cruft_monorepo", "sizes", "suspended", "wandb_home", "stop_between_saves"),
-    "unused_on_one_rank",
-}
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -133,7 +138,3 @@ def test_the_models_of_both_wrappers_are_tried() -> None:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in {"SAME", "REFUSED"}:
             tried |= {name.id for name in ast.walk(node.value) if isinstance(name, ast.Name)}
     assert set(TWINS.values()) <= tried
-
-
-def test_no_situation_is_in_both_lists() -> None:
-    assert not WITHOUT_A_TEST & CASES.keys()

@@ -472,6 +472,33 @@ def test_ranks_name_an_unused_parameter_and_the_setting(edited: tuple[Path, str]
     told(folder, *command, "--name", "used", "--parallel.find-unused-parameters", code=0)
 
 
+ON_ONE_RANK = """
+
+import os
+
+_sum_up = compute_loss
+
+
+def compute_loss(model, batch):
+    loss = _sum_up(model, batch)
+    if os.environ.get("RANK", "0") == "1":
+        loss = loss._replace(total=loss.total + 0 * model.never.weight.sum())
+    return loss
+"""
+
+
+def test_ranks_name_a_parameter_that_one_of_them_uses(edited: tuple[Path, str]) -> None:
+    """As where the samples of one rank have no such target: the same line, and no restarts."""
+    without_bias = UNUSED.replace("nn.Linear(2, 2)", "nn.Linear(2, 2, bias=False)")
+    folder, _, _ = edit(edited, without_bias + ON_ONE_RANK)
+    command = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "3")
+    lines = told(folder, *command, "--name", "on_one_rank", code=2)
+    assert any("--parallel.find-unused-parameters" in line for line in lines), lines
+    assert any("never.weight" in line for line in lines), lines
+    assert not any("restarting all ranks" in line for line in lines), lines
+    told(folder, *command, "--name", "on_one", "--parallel.find-unused-parameters", code=0)
+
+
 def test_other_ways_to_start_are_one_line(project: Project) -> None:
     """A script of the package; RANK without torchrun's other variables; tasks of srun."""
     script = str(project.folder / "src" / HERE / "train.py")

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from tests.conftest import Project
+from tests.project.test_life import descendants
 
 PLAIN = f"{sys.executable} -m of_terminals"
 RANKS = "./launch.sh -n 2"
@@ -218,3 +219,21 @@ def test_a_user_without_name_or_home_trains(project: Project, tmp_path: Path) ->
         pytest.skip(f"no mounts here: {done.stderr}")
     assert done.returncode == 0, done.stderr
     assert status(work / "run") == ("finished", 2) and not (work / "~").exists()
+
+
+def test_a_job_that_stands_still_goes_on(project: Project, tmp_path: Path) -> None:
+    """As after Ctrl-Z and `fg`, or on a laptop that sleeps: longer than a step may take."""
+    limit = "--parallel.timeout-minutes 0.25"
+    command = train(project, tmp_path, RANKS, limit, "2>&1", steps=1500)
+    process = start(project, command, stdout=subprocess.PIPE)
+    wait_for(tmp_path, 5, process)
+    everyone = [process.pid, *descendants(process.pid)]
+    for pid in everyone:
+        os.kill(pid, signal.SIGSTOP)
+    assert status(tmp_path)[0] == "running"
+    time.sleep(25)
+    for pid in everyone:
+        os.kill(pid, signal.SIGCONT)
+    output, _ = process.communicate(timeout=300)
+    assert process.returncode == 0 and b"restarting all ranks" not in output, output
+    assert finished(tmp_path, 1500)

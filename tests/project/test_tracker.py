@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import struct
+import subprocess
 import sys
 import threading
 import time
@@ -515,6 +516,30 @@ def test_settings_of_the_users_own_win(home: Path, monkeypatch: pytest.MonkeyPat
         train(project, "own", 2)
         found = MLflow(project.folder / "runs/own")
         assert found.client.get_experiment(found.run.info.experiment_id).name == "theirs"
+
+
+@pytest.mark.parametrize("user_home", ["/nonexistent/home", "/dev/null", None])
+def test_a_user_without_a_home_has_an_offline_log(tmp_path: Path, user_home: str | None) -> None:
+    """As on a compute node, whose home is not mounted, cannot be written, or is not named."""
+    with project_with(tmp_path, "wandb") as project:
+        environment = {name: value for name, value in os.environ.items() if "WANDB" not in name}
+        environment["PYTHONPATH"] = str(project.folder / "src")
+        environment.pop("HOME", None)
+        if user_home is not None:
+            environment["HOME"] = user_home
+        options = (*project.settings, "--train.steps", "3", "--name", "homeless")
+        process = subprocess.run(
+            [sys.executable, "-m", project.name, "train", *options],
+            cwd=project.folder,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            encoding="utf-8",
+            timeout=300,
+        )
+        assert process.returncode == 0, process.stdout
+        written = WeightsAndBiases(project.folder / "runs/homeless")
+        assert list(written.lines()) == [3], process.stdout
 
 
 @pytest.mark.parametrize(("track", "expected"), [(True, 1), (False, 0)])

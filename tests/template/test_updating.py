@@ -120,6 +120,34 @@ def test_a_newer_version_comes_and_edits_stay(template: Path, tmp_path: Path) ->
     assert json.loads(found[STAMP])["_version"] == "99.0.0"
 
 
+def test_a_project_in_a_larger_repository_is_updated(template: Path, tmp_path: Path) -> None:
+    """Git skips without a word what a patch would change outside its folder."""
+    whole = tmp_path / "whole"
+    (whole / "team").mkdir(parents=True)
+    (whole / "team/notes").write_text("of the team")
+    bash(whole, f"git init --quiet && {COMMIT}")
+    command = f"cruft create {template} --no-input --output-dir team"
+    bash(whole, f"{command} && {COMMIT}")
+    project = whole / "team/my-training-run"
+    edit(project / PACKAGE / "model.py", "hidden = F.relu(x)\n", "hidden = F.relu(x)  # ours\n")
+    bash(project, COMMIT)
+
+    bash(template, "git merge --quiet next")
+    bash(project, "cruft update --skip-apply-ask")
+    expected = {STAMP, CRUFT_STATE, "README.md", f"{PACKAGE}/run/directory.py"}
+    expected |= {f"{PACKAGE}/infer.py"}
+    assert changed(project) == {f"team/my-training-run/{name}" for name in expected}
+    bash(project, COMMIT)
+    variables = json.dumps({"parallelism": "fsdp"})
+    bash(project, f"cruft update --skip-apply-ask --variables-to-update '{variables}'")
+    parallel = (project / PACKAGE / "distributed/parallel.py").read_text("utf-8")
+    assert "fully_shard" in parallel
+    assert "# ours" in (project / PACKAGE / "model.py").read_text("utf-8")
+    bash(project, COMMIT)
+    assert "finished at step 2" in train(project, 2)
+    assert not changed(project), "runs are ignored"
+
+
 def test_a_conflict_is_marked_and_the_rest_applied(template: Path, tmp_path: Path) -> None:
     project = create(template, tmp_path / "out")
     with (project / "README.md").open("a", encoding="utf-8") as readme:
