@@ -240,3 +240,17 @@ def test_plain_torchrun_restarts_its_ranks(failing: Path) -> None:
         said = finish(process, timeout=200)
     assert attempts(said) == 3 and "finished at step 12" in said
     assert json.loads((failing / "runs/plain/status.json").read_text())["status"] == "finished"
+
+
+def test_a_machine_that_cannot_be_reached_is_one_line(failing: Path) -> None:
+    """The address is that of no machine; torchrun would end with the traceback of its store."""
+    meeting = {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host:29500"}
+    patience = {"PET_RDZV_CONF": "read_timeout=2"}
+    command = ("bash", "launch.sh", "-n", "1", "train", "--preset", "tiny", "--device", "cpu")
+    with start(failing, *command, **meeting, **patience) as process:
+        said = finish(process, timeout=200, codes=(1,))
+    assert said.splitlines()[-1] == (
+        "error: cannot connect to no.such.host:29500 (RDZV_ENDPOINT): run the same line on that "
+        "machine first, and open the port between the machines"
+    )
+    assert "Traceback" not in said

@@ -27,6 +27,7 @@ from torch.distributed.elastic.agent.server import api as agents
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import api
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousConnectionError, RendezvousTimeoutError
 from torch.distributed.launcher import api as launcher
 
 from ..errors import FAILED_AT_START
@@ -155,6 +156,18 @@ if __name__ == "__main__":
             sys.exit(USER_ERROR)
         # The message names the first rank that failed; a traceback of torchrun would not help.
         sys.exit(str(failed))
+    except RendezvousConnectionError:
+        endpoint = os.environ.get("RDZV_ENDPOINT", "the rendezvous endpoint")
+        sys.exit(
+            f"error: cannot connect to {endpoint} (RDZV_ENDPOINT): run the same line on that "
+            "machine first, and open the port between the machines"
+        )
+    except RendezvousTimeoutError:
+        machines = os.environ.get("NNODES", "1")
+        sys.exit(
+            f"error: the {machines} machines of NNODES did not meet in time: run the same line, "
+            "with the same RDZV_ENDPOINT and RDZV_ID, on each of them"
+        )
     except api.SignalException as stop:
         with contextlib.suppress(OSError):
             print(f"torchrun: {stop}", file=sys.stderr, flush=True)
