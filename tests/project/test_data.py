@@ -90,7 +90,7 @@ def test_nanogpts_own_files_train_resume_and_generate(
     words = capfd.readouterr().out.split()
     assert words[:3] == ["1", "4", "9"] and len(words) == 8
     line = text.refuses("infer", "--run-dir", str(tmp_path / "run"), "--prompt", "def ")
-    assert "tokens below 300" in line
+    assert "numbers below 300" in line
 
 
 def test_terabytes_are_neither_read_nor_held(text: Project, tmp_path: Path) -> None:
@@ -186,7 +186,7 @@ def test_what_is_not_text_in_utf_8_is_left_out_and_named(
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone/a.txt").write_text("alone " * 100, "utf-16")
     for path in (tmp_path / "alone", tmp_path / "alone/a.txt"):
-        with pytest.raises(text.module("errors").UserError, match="has no text"):
+        with pytest.raises(text.module("errors").UserError, match="has neither text nor"):
             datasets(text, data__path=path, data__context=8)
     assert len(caplog.messages) == 2 and "not UTF-8 text" in caplog.text
 

@@ -462,7 +462,7 @@ def test_checkpoints_without_settings_say_what_to_do(text: Project, tmp_path: Pa
     said = text.refuses("train", *SMALL, "--run-dir", str(run), "--train.steps", "3")
     assert said == (
         "config.json is missing, and no checkpoint has the run's settings (in "
-        f"{run / 'checkpoints'}: copy the run's config.json, or give all settings by --config "
+        f"{run / 'checkpoints'}: copy the run's config.json, or give all settings with --config "
         "FILE.json)"
     )
     all_settings = ("--config", str(tmp_path / "all.json"))

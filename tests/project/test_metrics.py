@@ -200,7 +200,7 @@ def test_a_metric_has_a_name_of_its_own(
     cases |= {
         "the run itself records 'validation_x'": lambda number: {"x": 1.0, "validation_x": 1.0}
     }
-    cases |= {r"same in each batch: \('b',\) follow on \('a',\)": lambda n: {"ab"[n > 2]: 1.0}}
+    cases |= {r"same in each batch: now \('b',\), before \('a',\)": lambda n: {"ab"[n > 2]: 1.0}}
     for number, text in enumerate(cases):
         metrics = cases[text]
         batches.clear()

@@ -324,7 +324,7 @@ def test_fsdp_names_what_it_cannot_shard(stored: Project) -> None:
     check = stored.module("distributed.parallel").check_shardable
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())
     check(model, [model[1]])
-    message = r"1\.weight is torch\.bfloat16, 0\.weight is torch\.float32"
+    message = r"1\.weight is torch\.bfloat16 and 0\.weight is torch\.float32"
     with pytest.raises(ValueError, match=message):
         check(model, [])
     model[1].requires_grad_(False)

@@ -38,7 +38,7 @@ def test_a_start_takes_the_settings_of_its_run(
     assert (config["optim"]["clip"], config["optim"]["warmup_steps"]) == (0.25, 2), "of the file"
     assert config["optim"]["learning_rate"] == 0.002 and config["model"]["width"] == 32, "saved"
     assert config["train"]["loader_workers"] == 0 and not config["fresh"], "of this start"
-    (line,) = [text for text in caplog.messages if text.startswith("settings of the run")]
+    (line,) = [text for text in caplog.messages if text.startswith("using the saved settings")]
     assert "optim.learning_rate 0.002 (default: " in line and "model.width 32 (" in line
     assert "clip" not in line and "steps" not in line and "loader_workers" not in line
     assert "resumed at step 3" in (run_dir / "logs/train.log").read_text("utf-8")

@@ -156,7 +156,9 @@ def test_a_model_is_trained_on_them_and_answers_in_text(
     assert config["data"]["vocabulary"] == 0, "the vocabulary is in tokens.json"
     project("tokens", "--text", str(text), "--to", str(tmp_path / "other"), "--vocabulary", "300")
     (tmp_path / "other/tokenizer.json").rename(tmp_path / "tokens/tokenizer.json")
-    assert "not the one" in project.refuses("infer", "--run-dir", run_dir, "--device", "cpu")
+    assert "not the tokenizer that made" in project.refuses(
+        "infer", "--run-dir", run_dir, "--device", "cpu"
+    )
 
 
 def test_what_was_stopped_goes_on_where_it_was(

@@ -253,7 +253,7 @@ def test_weights_that_do_not_fit_are_named(project: Project, tmp_path: Path) -> 
     with pytest.raises(user_error, match=rf"{name}.*extra\.weight"):
         load(tmp_path / "other.pt", model, None, group, strict=True)
     torch.save({**weights, name: torch.ones(5)}, tmp_path / "shape.pt")
-    with pytest.raises(user_error, match=rf"{name} is \[5\]"):
+    with pytest.raises(user_error, match=rf"{name} has shape \[5\]"):
         load(tmp_path / "shape.pt", model, None, group)
     torch.save({"foreign": torch.ones(3)}, tmp_path / "foreign.pt")
     with pytest.raises(user_error, match="no parameter name in common"):

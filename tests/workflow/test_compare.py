@@ -55,7 +55,7 @@ def test_a_change_is_told_from_noise(project: Project, tmp_path: Path, capsys) -
     project("compare", str(before.parents[1]), str(after))
     shown = capsys.readouterr().out
     assert "FAIL step_seconds 0.1 s -> 0.2 s, 2 (1.83 to 2.19) times: worse" in shown
-    assert "FAIL peak_memory_bytes 1 GB -> 2 GB" in shown and "2 figures worse" in shown
+    assert "FAIL peak_memory_bytes 1 GB -> 2 GB" in shown and "2 metrics worse" in shown
     words = ["compare", str(before), str(after), "--fail-on-regression"]
     assert project.module("__main__").dispatch(words) == 1
     assert project.module("__main__").dispatch(["compare", str(after), *words[1:2]]) == 0
@@ -192,7 +192,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
     shown = capsys.readouterr().out
     assert "losses at step 24" in shown and "the same to the bit" in shown
     assert "samples_per_second" in shown
-    assert re.search(r"^     bits_per_byte ([\d.]+) -> \1 \(the last ones\)$", shown, re.M)
+    assert re.search(r"^     bits_per_byte ([\d.]+) -> \1 \(last values\)$", shown, re.M)
     assert "is unknown" not in shown  # each run says on what it ran
     odd = shutil.copytree(tmp_path / "b", tmp_path / "odd")
     text = (odd / "metrics.jsonl").read_text().replace("bits_per_byte", "bits\\u001b[2J")
@@ -232,7 +232,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
         (lambda p: p.parents[2], "there is nothing to compare"),
         (
             lambda p: p.write_text(p.read_text().replace('"p10": ', '"p10": [], "x": ')) and p,
-            "baseline: damaged figures",
+            "baseline: the results are damaged",
         ),
     ],
 )
@@ -253,7 +253,7 @@ def test_the_baseline_is_held_to_what_a_team_expects(
     words = ["baseline", *project.settings, "--run-dir", str(tmp_path), "--workflow.expect"]
     dispatch = project.module("__main__").dispatch
     assert dispatch([*words, str(file)]) == 1
-    assert f"expected: no {file} (wanted: a file)" in capsys.readouterr().out
+    assert f"expected: {file} does not exist (wanted: a file)" in capsys.readouterr().out
     shutil.copy(tmp_path / "workflow/expected.toml", file)
     assert dispatch([*words, str(file)]) == 0
     assert "ok   expected_losses" in capsys.readouterr().out

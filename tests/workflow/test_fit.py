@@ -362,7 +362,7 @@ def test_what_fits_with_recomputation_only(
     ("words", "message"),
     [
         (("--device", "H1000"), "choose from B200, "),
-        (("--ranks", "12", "--train.global-batch-size", "12"), "beyond 8 in eights"),
+        (("--ranks", "12", "--train.global-batch-size", "12"), "a multiple of 8 above 8"),
         (("--ranks", "9"), "1 to 8 (the global batch size)"),
         (("--ranks", "-1"), "1 to 8"),
     ],
