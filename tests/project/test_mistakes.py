@@ -511,7 +511,7 @@ def test_other_ways_to_start_are_one_line(project: Project) -> None:
     for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
         (said,) = told(project.folder, "env", f"{name}=2", *train, code=2)
         assert said.startswith(f"error: {name} is 2: srun or mpirun has started several processes")
-        assert "torchrun (launch.sh)" in said
+        assert "Let it start launch.sh once per machine" in said
     short = ("--train.steps", "2", "--name", "task_of_one")
     told(project.folder, "env", "SLURM_STEP_NUM_TASKS=1", *train, *short, code=0)
 

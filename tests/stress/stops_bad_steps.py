@@ -88,7 +88,7 @@ def published(findings: Findings, render: Render, what: str, value: float) -> No
     if what == "buffer" and math.isinf(value):
         right = outcome == "finished" and newest == 20
     else:
-        right = "is not finite" in outcome and newest == 10
+        right = "NaN or infinite values" in outcome and newest == 10
     good = right and not problems
     tally.count(None if good else f"{what} {value}: {outcome}, newest {newest} {problems}")
 
