@@ -432,7 +432,8 @@ def test_an_error_in_ones_own_files_has_its_traceback(edited: tuple[Path, str]) 
         whole = "\n".join(lines)
         places = [whole.find(text) for text in ("\n".join(cause), reason, "\n".join(wanted))]
         assert places == sorted(places) and places[0] >= 0, whole
-        assert ("exitcode  : 1" in whole) == (command == launch)  # torchrun's own report
+        # torchrun's own report. The first step did not end, so a restart would fail as well.
+        assert ("exitcode  : 70" in whole) == (command == launch)
     log = (folder / "runs/default/logs/train.log").read_text()
     assert f"{HERE}/train.py" in log and "KeyError: 'no scale'" in log, "it has the whole of them"
 
