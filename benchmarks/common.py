@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import platform
+import re
 import shutil
 import socket
 import statistics
@@ -137,6 +138,12 @@ def render(folder: Path, own_model: bool = False, template: Path = ROOT, **answe
         for file in MODEL.glob("*.py"):
             shutil.copy(file, source / answers.get("package_name", PACKAGE))
     return source
+
+
+def block_of(page: Path, word: str) -> str:
+    """Return the first block of code of a page in docs/ that has a word in it."""
+    blocks = re.findall(r"```\w+\n(.*?)```", page.read_text("utf-8"), re.DOTALL)
+    return next(block for block in blocks if word in block)
 
 
 def benchmark(

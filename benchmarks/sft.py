@@ -12,7 +12,6 @@ import functools
 import json
 import os
 import queue
-import re
 import shutil
 import signal
 import statistics
@@ -27,7 +26,16 @@ from typing import Any
 
 import numpy as np
 
-from .common import PACKAGE, ROOT, benchmark, beside_own_packages, installed, render, series
+from .common import (
+    PACKAGE,
+    ROOT,
+    benchmark,
+    beside_own_packages,
+    block_of,
+    installed,
+    render,
+    series,
+)
 from .sft_trl import Settings
 
 GUIDE = ROOT / "docs/guides/fine-tuning-a-chat-model.md"
@@ -87,12 +95,6 @@ class Contender:
     """Folder of a run's checkpoint after a step."""
     state: tuple[str, ...]
     """Files of a checkpoint that hold the adapter and the state of the optimizer."""
-
-
-def block(word: str) -> str:
-    """Return the first block of the recipe that has a word in it."""
-    blocks = re.findall(r"```\w+\n(.*?)```", GUIDE.read_text("utf-8"), re.DOTALL)
-    return next(text for text in blocks if word in text)
 
 
 def environment(folder: Path, project: Path) -> dict[str, str]:
@@ -190,11 +192,11 @@ def prepare(folder: Path, smoke: bool) -> tuple[Path, Path]:
     shutil.copytree(first / "base-hf", base)
     (base / "chat_template.jinja").write_text(TEMPLATE, "utf-8")
     package = project / "src" / PACKAGE
-    (package / "data.py").write_text(block("class Chats"), "utf-8")
-    (package / "model.py").write_text(block("get_peft_model"), "utf-8")
-    (package / "infer.py").write_text(block("TextStreamer"), "utf-8")
+    (package / "data.py").write_text(block_of(GUIDE, "class Chats"), "utf-8")
+    (package / "model.py").write_text(block_of(GUIDE, "get_peft_model"), "utf-8")
+    (package / "infer.py").write_text(block_of(GUIDE, "TextStreamer"), "utf-8")
     (package / "callbacks.py").write_text(CALLBACKS, "utf-8")
-    script = block("random.Random")
+    script = block_of(GUIDE, "random.Random")
     if smoke:
         script = script.replace("range(2000)", "range(100)")
     subprocess.run([sys.executable, "-c", script], cwd=project, check=True)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 
+from benchmarks.common import block_of
 from tests.conftest import ROOT, Project, recipe, signal_session
 
 PAGE = ROOT / "docs/guides/fine-tuning-a-chat-model.md"
@@ -25,8 +26,7 @@ ANSWERS = {"text": "tokenizer", "parallelism": "fsdp"}
 
 def block(word: str) -> str:
     """The first block of the page that has a word in it."""
-    blocks = re.findall(r"```\w+\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
-    return next(each for each in blocks if word in each)
+    return block_of(PAGE, word)
 
 
 def words_of(start: str) -> list[str]:
