@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from benchmarks.common import free_ports
 from tests.conftest import bake
 from tests.project.test_life import (
     bake_slow,
@@ -242,15 +243,27 @@ def test_plain_torchrun_restarts_its_ranks(failing: Path) -> None:
     assert json.loads((failing / "runs/plain/status.json").read_text())["status"] == "finished"
 
 
-def test_a_machine_that_cannot_be_reached_is_one_line(failing: Path) -> None:
-    """The address is that of no machine; torchrun would end with the traceback of its store."""
-    meeting = {"NNODES": "2", "RDZV_ENDPOINT": "no.such.host:29500"}
-    patience = {"PET_RDZV_CONF": "read_timeout=2"}
+CANNOT_CONNECT = (
+    "error: cannot connect to no.such.host:29500 (RDZV_ENDPOINT): run the same line on that "
+    "machine first, and open the port between the machines"
+)
+DID_NOT_MEET = (
+    "error: the 2 machines of NNODES did not meet in time: run the same line, with the same "
+    "RDZV_ENDPOINT and RDZV_ID, on each of them"
+)
+
+
+@pytest.mark.parametrize("is_reached", [False, True])
+def test_machines_that_do_not_meet_are_one_line(failing: Path, is_reached: bool) -> None:
+    """Whether no machine has the address, or this one waits in vain for another."""
+    if is_reached:
+        (port,) = free_ports(1)
+        endpoint, patience, wanted = f"127.0.0.1:{port}", "join_timeout=3", DID_NOT_MEET
+    else:
+        endpoint, patience, wanted = "no.such.host:29500", "read_timeout=2", CANNOT_CONNECT
+    meeting = {"NNODES": "2", "RDZV_ENDPOINT": endpoint, "PET_RDZV_CONF": patience}
     command = ("bash", "launch.sh", "-n", "1", "train", "--preset", "tiny", "--device", "cpu")
-    with start(failing, *command, **meeting, **patience) as process:
+    with start(failing, *command, **meeting) as process:
         said = finish(process, timeout=200, codes=(1,))
-    assert said.splitlines()[-1] == (
-        "error: cannot connect to no.such.host:29500 (RDZV_ENDPOINT): run the same line on that "
-        "machine first, and open the port between the machines"
-    )
+    assert said.splitlines()[-1] == wanted
     assert "Traceback" not in said
