@@ -134,6 +134,12 @@ def test_padding_changes_no_loss(text: Project) -> None:
     alone = [names["compute_loss"](network, data.__getitems__([i])) for i in range(3)]
     assert together.count == sum(loss.count for loss in alone) == 4 + 16 + 8
     torch.testing.assert_close(together.total, sum(loss.total for loss in alone))
+    names["Tensor"] = torch.Tensor
+    exec(recipe("python", "class Sequences"), names)
+    by_sample = names["Sequences"]()
+    by_sample.sequences = data.sequences
+    collated = by_sample.collate([by_sample[i] for i in range(3)])
+    assert torch.equal(collated["tokens"], data.__getitems__([0, 1, 2])["tokens"])
 
 
 def test_lora_trains_its_addition_only(
@@ -267,12 +273,7 @@ def test_a_part_is_trained_from_a_step_on(
     """Its weights stay as they are until then; a resume has the bits of the undisturbed run."""
     train = text.module("train")
     exec(recipe("python", "class Unfreeze"), names := {"Any": Any})
-
-    def build_optimizer(config: Any, model: Any) -> torch.optim.Optimizer:
-        part = [*model.blocks[0].parameters()]
-        rest = [p for p in model.parameters() if not any(p is each for each in part)]
-        groups = [{"params": rest}, {"params": part, "rate_factor": 0.0}]
-        return torch.optim.AdamW(groups, lr=config.learning_rate)
+    exec(recipe("python", "later = "), names := {**vars(text.module("optim")), **names})
 
     class Watch:
         """Notes a weight of the part after each step."""
@@ -283,7 +284,7 @@ def test_a_part_is_trained_from_a_step_on(
         def after_step(self, state: Any, record: Any) -> None:
             self.weights.append(state.model.blocks[0].up.weight.detach().clone())
 
-    monkeypatch.setattr(train, "build_optimizer", build_optimizer)
+    monkeypatch.setattr(train, "build_optimizer", names["build_optimizer"])
     watch = Watch()
     flat = {"optim__warmup_steps": 0, "optim__final_fraction": 1.0}
     for name, all_steps in (("whole", (6,)), ("halves", (4, 6))):

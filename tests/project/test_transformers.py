@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from benchmarks.common import free_ports
+from benchmarks.common import block_of, free_ports
 from tests.conftest import ROOT, Project, project_fixture, run_together
 
 project = project_fixture(
@@ -135,6 +135,44 @@ def test_a_tokenizer_goes_along(project: Project, tmp_path: Path) -> None:
     assert tokenizer.eos_token_id == end
     for name in ("config.json", "generation_config.json"):
         assert json.loads((folder / name).read_text())["eos_token_id"] == end
+
+
+def test_a_downloaded_model_is_trained_on_text(project: Project, tmp_path: Path) -> None:
+    """The recipe of docs/guides/fine-tuning.md; at a rate of next to nothing it stays the same."""
+    (tmp_path / "corpus").mkdir()
+    for number in range(40):
+        (tmp_path / f"corpus/{number}.txt").write_text(f"{number} words of a corpus\n" * 40)
+    to = project.folder / "of_base"
+    project("tokens", "--text", str(tmp_path / "corpus"), "--to", str(to), "--vocabulary", "300")
+    project("train", *TINY, "--data.path", str(to), "--name", "downloaded")
+    base = tmp_path / "base-hf"
+    project("export", "--name", "downloaded", "--to", str(base))
+    answers = {"text": "tokenizer", "parallelism": "single", "checkpoint": "torch_save"}
+    with Project.imported(tmp_path / "tuning", "of_tuning", **answers) as tuning:
+        package = tuning.folder / "src/of_tuning"
+        guide = ROOT / "docs/guides/fine-tuning.md"
+        (package / "model.py").write_text(block_of(guide, "A causal language model"))
+        infer = (package / "infer.py").read_text()
+        assert infer.count("context:])[0, -1]") == 1
+        (package / "infer.py").write_text(infer.replace("context:])[0", "context:]).logits[0"))
+        shutil.copytree(base, tuning.folder / "base-hf")
+        end = json.loads((base / "tokenizer_config.json").read_text())["eos_token"]
+        words = ("--tokenizer", "base-hf/tokenizer.json", "--end-of-text", end)
+        tuning("tokens", "--text", str(tmp_path / "corpus"), "--to", "data/tokens", *words)
+        start = ("--preset", "tiny", "--device", "cpu", "--data.path", "data/tokens")
+        start = (*start, "--data.context", "32", "--init-from", "base-hf", "--train.steps", "2")
+        tuning("train", *start, "--name", "same", "--optim.learning-rate", "1e-30")
+        tuning("train", *start, "--name", "tuned", "--optim.learning-rate", "1e-2")
+        for name in ("same", "tuned"):
+            tuning("infer", "--name", name, "--step", "best", "--prompt", "7", "--tokens", "4")
+            tuning("export", "--name", name, "--step", "best", "--to", f"{name}-hf")
+        before, same, tuned = (
+            theirs(folder).state_dict()
+            for folder in (base, tuning.folder / "same-hf", tuning.folder / "tuned-hf")
+        )
+        assert before.keys() == same.keys() == tuned.keys()
+        assert all(torch.equal(before[name], same[name]) for name in before)
+        assert not all(torch.equal(before[name], tuned[name]) for name in before)
 
 
 def test_token_files_alone_have_no_tokenizer(
