@@ -159,7 +159,8 @@ class Judged:
     def __call__(self, *arguments: Any) -> tuple[str, str, str]:
         """Status, what was measured, advice."""
         module, scale = (self.project.module(f"workflow.{name}") for name in ("stage", "scale"))
-        stage = module.Stage("scale", self.project.config())
+        run_dir = self.project.folder / "runs/judged"
+        stage = module.Stage("scale", self.project.config(run_dir=run_dir))
         getattr(scale, self.name)(stage, *arguments)
         (check,) = stage.checks
         return check["status"], check["measured"], check["advice"]
@@ -216,7 +217,8 @@ def test_memory_is_judged_and_ddp_or_fsdp_follows(
         properties = SimpleNamespace(total_memory=1000)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
         monkeypatch.setattr(scale, "free_host_memory", lambda: 1000)
-        stage = which.module("workflow.stage").Stage("scale", which.config())
+        config = which.config(run_dir=which.folder / "runs/judged")
+        stage = which.module("workflow.stage").Stage("scale", config)
         records = {ranks: record(1.0, peak) for ranks, peak in enumerate(peaks, 1)}
         scale.judge_memory(stage, records, torch.device(device))
         return stage.checks[0]["status"], stage.checks[0]["measured"], *stage.advice
