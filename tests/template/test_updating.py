@@ -100,7 +100,7 @@ def test_a_newer_version_comes_and_edits_stay(template: Path, tmp_path: Path) ->
     project = create(template, tmp_path / "out")
     bash(project, "cruft check")
     model, infer = (project / PACKAGE / name for name in ("model.py", "infer.py"))
-    edit(model, "F.relu(", "F.silu(")
+    edit(model, "hidden = F.relu(x)", "hidden = F.silu(x)")
     with (project / "pyproject.toml").open("a", encoding="utf-8") as settings:
         settings.write(f'\n[tool.cruft]\nskip = ["{PACKAGE}/infer.py"]\n')
     bash(project, COMMIT)
