@@ -616,8 +616,18 @@ def watched(inside: Path) -> list[str]:
         folder, last = os.path.split(name)
         return not f"{os.path.realpath(folder)}/{last}/".startswith(root)
 
+    def asks_for_the_commit(event: str, arguments: tuple[Any, ...]) -> bool:
+        """Whether git reads the version of the code (run/source_code.py), not that of a file."""
+        if event != "subprocess.Popen":
+            return False
+        command = list(arguments[1])
+        known = command[:2] == ["git", "-C"] and command[3:4] == ["--no-optional-locks"]
+        return known and not f"{os.path.realpath(command[2])}/".startswith(root)
+
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
-        if event.startswith(STARTS):
+        if asks_for_the_commit(event, arguments):
+            pass
+        elif event.startswith(STARTS):
             harm.append(f"{event} {arguments!a:.100}")
         elif event == "open" and sys._getframe(1).f_code.co_name == "open_to_write":
             pass  # what opens it comes next: os.open, if at all
