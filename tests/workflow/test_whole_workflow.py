@@ -124,7 +124,8 @@ def test_the_drill_passes_on_two_ranks(whole: Whole) -> None:
     figures = content["figures"]
     assert figures["bytes"] > 100_000
     assert (
-        "1 kill, in the save of step 12; 3 steps done" in checks["killed_while_saving"]["measured"]
+        "1 kill, in the save of step 12; 3 steps repeated"
+        in checks["killed_while_saving"]["measured"]
     )
     *parts, total = figures["restart_seconds"].values()
     assert len(parts) == 3 and min(parts) > 0 and sum(parts) == pytest.approx(total)
