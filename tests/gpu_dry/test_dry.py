@@ -54,8 +54,8 @@ BREAKAGES = {
         *(PLAIN, "train.py", "state.grad_norm = norm", "state.grad_norm = norm.cpu()", "Waits"),
     ),
     "batch_on_the_host": (
-        *(PLAIN, "train.py", "state, move(batch, world.device))\n                require_type("),
-        "state, batch)\n                require_type(",
+        *(PLAIN, "train.py", "state, move(batch, world.device))\n                if state.metrics"),
+        "state, batch)\n                if state.metrics",
         "FakeTensorDeviceMismatchError",
     ),
     "bad_step_read": (
@@ -135,7 +135,7 @@ BREAKAGES = {
         "a copy in pageable memory",
     ),
     "pinned_memory_allocated_in_a_save": (
-        *(PLAIN, "checkpoint/checkpointer.py", "self.writer.prepare(self.tensors())"),
+        *(PLAIN, "checkpoint/checkpointer.py", "self.writer.prepare(self.tensors_to_save())"),
         *("pass", "pinned"),
     ),
     "staging_blocks": (

@@ -153,10 +153,10 @@ import os
 _next = Loader.next
 
 
-def _slowly(self):
+def _slowly(self, *arguments):
     if os.path.exists(os.environ.get("SLOW", "")):
         time.sleep(float(os.environ["SLOW_SECONDS"]))
-    return _next(self)
+    return _next(self, *arguments)
 
 
 Loader.next = _slowly

@@ -284,8 +284,8 @@ REFUSED = {
     ParameterInList: REPLACED,
     ParameterInObject: REPLACED,
     ParameterInFunction: REPLACED,
-    BufferOfParameter: r"would part first\.weight and view",
-    OneMemory: r"would part layers\.0\.weight and layers\.1\.weight",
+    BufferOfParameter: r"would separate first\.weight and view",
+    OneMemory: r"would separate layers\.0\.weight and layers\.1\.weight",
 }
 SAME = (
     *(Plain, TiedInTheRoot, SameBlockTwice, BlockCalledThrice, Outputs, Nested, Attribute),
