@@ -1,5 +1,6 @@
 """What may run at once: runs in threads, two stages on one run; and a run in a notebook."""
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -11,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Project, project_fixture, records
+from tests.conftest import Project, bake, project_fixture, records
+from tests.project.test_life import TINY, finish, start
 
 project = project_fixture(
     "one_at_a_time", parallelism="single", checkpoint="torch_save", tracker="none"
@@ -101,3 +103,22 @@ def test_a_stage_that_is_under_way_refuses_a_second_one(
         finally:
             first.terminate()
             first.wait(60)
+
+
+def test_ranks_run_a_stage_as_one(tmp_path: Path) -> None:
+    """Only one process may have a stage, and launch.sh starts one process for each rank."""
+    project = bake(tmp_path, package_name="one_stage", parallelism="ddp", tracker="none")
+    words = ("bash", "launch.sh", "-n", "2", "profile", *TINY, "--name", "traced")
+    work = project / "runs/traced/workflow"
+    work.mkdir(parents=True)
+    with (work / ".profile.lock").open("w") as lock:
+        lock.write("process 5 on another-host\n")
+        lock.flush()
+        fcntl.lockf(lock, fcntl.LOCK_EX)
+        with start(project, *words) as process:
+            output = finish(process, codes=(2,))
+        assert "error: runs/traced/workflow/profile.json is in use by process 5 on anot" in output
+    with start(project, *words) as process:
+        output = finish(process)
+    assert output.count("ok   trace: ") == output.count("profile: pass") == 1
+    assert "ranks wait" in output

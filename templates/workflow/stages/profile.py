@@ -34,15 +34,19 @@ CAUSES = {
 
 def measure(config: Config) -> int:
     """Run the stage; return 0 if all checks pass, else 1."""
-    stage = Stage("profile", config)
     world = join(config.parallel, config.device)
+    group = Group(world)
+    # Only one process can lock a stage. If rank 0 cannot, all ranks get its error.
+    stage: Stage | None = None
+    with group.together():
+        if group.is_first:
+            stage = Stage("profile", config)
     state = setup(config, world)
-    if world.rank == 0:
+    if group.is_first:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace = tracer.written[-1]
     averages = tracer.profile.key_averages()
-    group = Group(world)
     ranks: list[Breakdown] = []
     problem = ""
     try:
@@ -54,7 +58,7 @@ def measure(config: Config) -> int:
         problem = f"the trace is incomplete: {error}"
     untraced = spread(record_steps(state, UNTRACED_STEPS).seconds)
     state.loader.close()
-    if world.rank == 0:
+    if stage is not None:
         stage.figures |= {"trace": str(trace), "step_seconds": untraced, "diagnosis": None}
         stage.check(
             "trace",
@@ -67,7 +71,7 @@ def measure(config: Config) -> int:
             judge_steps(stage, world.device, ranks, untraced["median"])
     del state
     leave(world)
-    if world.rank > 0:
+    if stage is None:
         return 0
     return stage.close()
 
