@@ -276,7 +276,8 @@ class _Watch:
         if hasattr(writer, "HostBuffers"):
             self.mark(writer.HostBuffers, "finish", "staging")
         self.mark(training, "setup", "setting up")
-        self.mark(training, "validate", "validating")
+        validation = importlib.import_module(f"{self.package}.validation")
+        self.mark(validation, "validate", "validating")
         storage = importlib.import_module(f"{self.package}.checkpoint.storage")
         for publisher in (publish.Publisher, getattr(storage, "StorePublisher", None)):
             if publisher:

@@ -28,6 +28,8 @@ CHECKPOINTS = ("torch_save", "dcp", "dcp_async")
 WHOM = ("one rank", "all ranks", "launcher")
 EVERY, STEPS = 4, 16
 GRACE = 120.0  # seconds, of launch.sh, after which torchrun kills
+# Chains in a row without a kill. If a phase is never entered, no number of chains is enough.
+MOST_IN_VAIN = 20
 SETTINGS = {
     "train.steps": STEPS,
     "train.log_every": 1,
@@ -154,13 +156,19 @@ class Storm:
 
     def kill(self, times: int) -> None:
         """Chains of kills, until there were so many."""
-        done = 0
+        done = in_vain = 0
         while done < times:
+            if in_vain == MOST_IN_VAIN:
+                raise RuntimeError(
+                    f"{in_vain} runs ended before they could be killed: see {self.folder}"
+                )
             run_dir = self.begin()
+            in_vain += 1
             for _ in range(min(6, times - done)):
                 stop = self.stops and done % 2 == 0
                 if self.stop_once(run_dir) if stop else self.kill_once(run_dir):
                     done += 1
+                    in_vain = 0
                 else:
                     break
             self.end(run_dir)
