@@ -336,11 +336,11 @@ def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
         calls = [json.loads((project.folder / f"calls_{rank}.json").read_text()) for rank in (0, 1)]
         ends = [(project.folder / f"ends_{rank}").read_text().splitlines() for rank in (0, 1)]
         checkpoint = max((project.folder / "early/checkpoints").iterdir()).name
-    # One step after the validation of step 4, then of step 6: no rank waits for another.
-    wanted = ["20 steps: finished at 5", "20 steps: already finished at 5"]
-    assert ends == [[*wanted, "30 steps: finished at 7"]] * 2
-    assert checkpoint == "step_00000007"
-    assert "a callback of another rank: saving step 5, then stopping" in output
+    # Each step is validated, and the run ends at the validated step on both ranks.
+    wanted = ["20 steps: finished at 4", "20 steps: already finished at 4"]
+    assert ends == [[*wanted, "30 steps: finished at 5"]] * 2
+    assert checkpoint == "step_00000005"
+    assert "a callback of another rank: stopping at step 4" in output
     validation = "validation ['validation_bits_per_byte', 'validation_loss']"
     wanted = ["step 1", validation, "step 2, logged", validation, "step 3, logged"]
     assert calls == [["enter", *wanted, "exit"]] * 2

@@ -55,12 +55,24 @@ def test_parts_in_evaluation_mode_stay_so(
     def freeze_first_block(model: Any) -> None:
         model.blocks[0].eval()
 
-    changed.run(freeze_first_block, tmp_path / "part")
-    assert len(changed.modes) == 4
-    for modes in changed.modes:
-        for name, training in modes.items():
-            assert training == (not name.startswith("blocks.0")), name
-    assert "modules kept in evaluation mode, as set in build_model: blocks.0\n" in caplog.text
+    def override_train(model: Any) -> None:
+        class Frozen(type(model)):
+            def train(self, mode: bool = True) -> Any:
+                super().train(mode)
+                self.blocks[0].eval()
+                return self
+
+        model.__class__ = Frozen
+
+    for change in (freeze_first_block, override_train):
+        changed.modes.clear()
+        caplog.clear()
+        changed.run(change, tmp_path / change.__name__)
+        assert len(changed.modes) == 4
+        for modes in changed.modes:
+            for name, training in modes.items():
+                assert training == (not name.startswith("blocks.0")), name
+        assert "modules kept in evaluation mode by model.py: blocks.0\n" in caplog.text
 
     changed.modes.clear()
     changed.run(lambda model: model.eval(), tmp_path / "whole")

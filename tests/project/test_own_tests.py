@@ -68,8 +68,8 @@ FAULTS = {
     "training_data_validated": (
         "image_classifier",
         "data.py",
-        "in (~held_out, held_out))",
-        "in (held_out | True, held_out))",
+        "Images(images[~held_out], labels[~held_out])",
+        "Images(images, labels)",
     ),
     "labels_of_other_images": (
         "image_classifier",

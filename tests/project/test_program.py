@@ -1,5 +1,6 @@
 """A trained model as a program that runs without the project: `export --to model.pt2`."""
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -72,7 +73,7 @@ def test_a_program_runs_without_the_package(
 
 
 def test_the_program_of_the_average_and_of_an_earlier_step(text: Project, tmp_path: Path) -> None:
-    run, load = tmp_path / "run", sys.modules[text.name].load_trained
+    run, load = tmp_path / "run", importlib.import_module(text.name).load_trained
     changes = {"optim__ema": 0.9, "checkpoint__every": 2, "train__steps": 4}
     text.module("train").run(text.config(run_dir=run, **changes))
     inputs = torch.randint(256, (2, 9))

@@ -58,7 +58,7 @@ def main(folder: Path, package: str, steps: str = "") -> None:
     if steps:
         own.callbacks = lambda config, run_dir: [Early()]
         ground |= {"run_dir": folder / "early", "train.steps": int(steps)}
-        ground |= {"train.validate_every": 1}  # the next one is due when the ranks agree
+        ground |= {"train.validate_every": 1}
     result = importlib.import_module(f"{package}.train").run(
         config.override(config.preset("tiny"), ground)
     )

@@ -21,10 +21,14 @@ PLAIN = (bool, int, float, str)
 
 def begin_training(model: nn.Module) -> None:
     """Put a new model into training mode, except modules that build_model put in eval mode."""
-    if not model.training:
-        # Some libraries return the whole model in evaluation mode, which is not meant for training.
-        model.train()
-        return
+    # Some libraries return the whole model in evaluation mode, which is not meant for training.
+    in_evaluation: list[nn.Module] = []
+    if model.training:
+        in_evaluation = [module for module in model.modules() if not module.training]
+    # A model may override train() to keep a part in evaluation mode, so it has to be called.
+    model.train()
+    for module in in_evaluation:
+        module.training = False
     # A module in eval mode may be a frozen backbone, with fixed batch statistics and no dropout.
     kept: list[str] = []
     for name, module in model.named_modules():
@@ -32,7 +36,7 @@ def begin_training(model: nn.Module) -> None:
         if not module.training and not inside_another:
             kept.append(name)
     if kept:
-        log.info("modules kept in evaluation mode, as set in build_model: %s", ", ".join(kept))
+        log.info("modules kept in evaluation mode by model.py: %s", ", ".join(kept))
 
 
 @contextlib.contextmanager
