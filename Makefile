@@ -24,6 +24,9 @@ TORTURE ?= crash_points kill_storm elastic damage hostile_files entrances resour
 # Releases of torch to try; empty: those of scripts/compat.py.
 TORCH ?=
 
+# Answers that all combinations to try have, such as "tracker=none parallelism=fsdp"; empty: every combination.
+ANSWERS ?=
+
 .PHONY: demo quick test slow torture matrix mutants compat tutorial lint docs site benchmark gpu clean
 
 demo: $(VENV)/.demo
@@ -44,8 +47,8 @@ torture: $(VENV)/.test
 	@$(BIN)/python -m tests.stress.page
 
 matrix: $(VENV)/.test
-	@$(BIN)/python -m scripts.matrix
-	@$(BIN)/python -m tests.stress.page
+	@$(BIN)/python -m scripts.matrix $(if $(ANSWERS),--answers $(ANSWERS))
+	@$(if $(ANSWERS),,$(BIN)/python -m tests.stress.page)
 
 # Hours: the core of a render broken at 200 places, and what no test noticed.
 mutants: $(VENV)/.test

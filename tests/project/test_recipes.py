@@ -197,6 +197,9 @@ def test_rates_by_layer(text: Project, tmp_path: Path, monkeypatch: pytest.Monke
     top = rates[state.model.embedding.weight]
     layers = [rates[block.up.weight] / top for block in state.model.blocks]
     assert layers == pytest.approx([0.8 ** (len(layers) - i) for i in range(len(layers))])
+    for group in state.optimizer.param_groups:
+        decays = {config.optim.weight_decay if p.ndim >= 2 else 0.0 for p in group["params"]}
+        assert {group["weight_decay"]} == decays
     assert train.run(config).step == 3  # which saves, by names
 
 
@@ -273,7 +276,8 @@ def test_a_part_is_trained_from_a_step_on(
     """Its weights stay as they are until then; a resume has the bits of the undisturbed run."""
     train = text.module("train")
     exec(recipe("python", "class Unfreeze"), names := {"Any": Any})
-    exec(recipe("python", "later = "), names := {**vars(text.module("optim")), **names})
+    names |= vars(text.module("optim"))
+    exec(recipe("python", "the blocks train later"), names)
 
     class Watch:
         """Notes a weight of the part after each step."""

@@ -1,5 +1,6 @@
 """The workflows of this repository and of a render: pinned, bounded, and of targets that exist."""
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,9 @@ def test_each_night_every_topic_is_tried_with_the_newest_torch() -> None:
     topics = workflow["jobs"]["torture"]["strategy"]["matrix"]["topic"]
     assert topics == told[1].split() and {*topics} == {*page.TOPICS}
     assert workflow["jobs"]["compat"]["steps"][-1]["run"] == "make compat TORCH=newest"
+    questions = json.loads((ROOT / "cookiecutter.json").read_text("utf-8"))
+    for question, answers in workflow["jobs"]["matrix"]["strategy"]["matrix"].items():
+        assert answers == questions[question]
 
 
 def test_the_lists_of_slow_and_long_tests_name_tests_that_exist() -> None:
