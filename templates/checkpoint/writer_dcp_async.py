@@ -107,6 +107,8 @@ class Writer:
             )
             log.warning(text, self.waited, every)
         self.began = now
+        # From now on the buffers grow here, if the optimizer has more state later.
+        self.prepared = True
         self.staged = self.buffers.copy(divided(tensors, self.group))
         self.copied = self.thread.submit(self.buffers.finish)
         self.must_wait = True

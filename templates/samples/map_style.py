@@ -297,8 +297,11 @@ class Loader:
         return batches
 
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
-        """Read the micro-batches of any step and plan in this process."""
-        return [self.source[step, micro_batch] for micro_batch in plan]
+        """Read the micro-batches of any step and plan, outside training if there are workers."""
+        items = [(step, micro_batch) for micro_batch in plan]
+        if self.workers and self.iterator is None:
+            return list(self.read_apart(self.source, items))
+        return [self.source[item] for item in items]
 
     def _wait(self, stop: Stop | None) -> Any:
         """Return the workers' next batch; after a stop signal, wait at most `PATIENCE`."""
@@ -441,9 +444,9 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], worl
     owner_of("augment", dataset)
     owner_of("collate", dataset)
     # A dataset such as a mixture may define its own order.
-    own_order = getattr(dataset, "order", None)
-    if own_order:
-        order = own_order(train.global_batch_size, train.seed)
+    own_order: Any = getattr(dataset, "order", None)
+    if callable(own_order):
+        order: Any = own_order(train.global_batch_size, train.seed)
     else:
         order = GlobalBatches(len(dataset), train.global_batch_size, train.seed)
     return Loader(

@@ -9,13 +9,14 @@ import logging
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UserError
 from ..files import read_json
-from .journal import finite, read_records
+from .journal import finite, read_records, validation_figures
 from .logs import ONLY_IN_FILES
 from .samples import samples_of
 from .tracker_adapter import Tracker, TrackerConfig
@@ -55,13 +56,22 @@ class Tracking:
             self._warn(f"it did not open within {LIMIT:.0f} s; records are queued")
         return self
 
+    def after_validation(self, state: "State", figures: dict[str, float]) -> None:
+        """Queue the metrics of a validation that an earlier start of the run did not complete."""
+        # That start has already sent the record of this step, without these metrics.
+        if state.step == self.step and self.thread.is_alive():
+            metrics = validation_figures(figures)
+            self.records.put({"step": state.step, "time": time.time(), **metrics})
+
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Queue the record of a step, if it has one."""
         if record is not None and self.thread.is_alive():
             self.records.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        if kind is not None:
+        # Ctrl-C, or a stop signal that the loader workers did not answer.
+        was_stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
+        if kind is not None and not was_stopped:
             self.status = "failed"
         elif self._has_finished():
             self.status = "finished"
@@ -83,22 +93,24 @@ class Tracking:
         if tracker is None:
             return
         for record in read_records(self.run_dir, self.step):
-            self._log(tracker, record)
+            if record["step"] > tracker.logged:
+                self._log(tracker, record)
         record = self.records.get()
         while record is not None:
-            self._log(tracker, record)
+            # A server may have later steps of an earlier start. Only a validation of the first
+            # step is new to it: see `after_validation`.
+            if record["step"] > tracker.logged or record["step"] == self.step:
+                self._log(tracker, record)
             record = self.records.get()
         self._attempt(tracker.close, self.status)
 
     def _log(self, tracker: Tracker, record: dict[str, Any]) -> None:
-        """Log a record and the samples of its step, unless the tracker has them already."""
+        """Log a record and the samples of its step."""
         step = record["step"]
-        if step <= tracker.logged:
-            return
         # Log samples first, since the metrics may complete the step in a tracker.
         for path in samples_of(self.run_dir, step):
             self._attempt(tracker.sample, path, step)
-        self._attempt(tracker.scalars, step, scalars(record), record["time"])
+        self._attempt(tracker.scalars, step, scalars(record), record.get("time", time.time()))
 
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
         """Call a function of the tracker; after an error, warn and return None."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import nn
 
 from tests.conftest import Project, bake, drill, project_fixture
@@ -403,6 +404,28 @@ def test_names_of_adapters(project: Project) -> None:
     # In a checkpoint of such a model each name is its own.
     saved = [f"model.{name}" for name in ours]
     assert find(saved, ours) == {name: f"model.{name}" for name in ours}
+
+
+class Adapted(nn.Module):
+    """A head that an adapter has copied, as peft does with `modules_to_save`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Module()
+        self.head.original_module = nn.Linear(2, 3)
+        self.head.modules_to_save = nn.ModuleDict({"default": nn.Linear(2, 3)})
+
+
+def test_a_layer_that_an_adapter_copies_is_read_twice(project: Project, tmp_path: Path) -> None:
+    file = tmp_path / "head.safetensors"
+    saved = {"head.weight": torch.randn(3, 2), "head.bias": torch.randn(3)}
+    save_file(saved, file)
+    model = Adapted()
+    group = project.module("distributed").Group()
+    project.module("checkpoint.transfer").load_weights(file, model, None, group)
+    for layer in (model.head.original_module, model.head.modules_to_save["default"]):
+        assert torch.equal(layer.weight, saved["head.weight"])
+        assert torch.equal(layer.bias, saved["head.bias"])
 
 
 def test_the_same_bits_on_one_process_and_on_two(tmp_path: Path) -> None:

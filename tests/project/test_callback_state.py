@@ -96,3 +96,23 @@ def test_states_without_a_callback_and_callbacks_without_a_state_are_named(
     train(project, tmp_path, *two, steps=3)
     assert [each.restored for each in two] == [2, "nothing"]
     assert "Renamed and Renamed+ are told apart by their order only" in caplog.text
+
+
+class Harmless(Own):
+    """A callback whose errors end nothing."""
+
+    harmless = True
+
+
+@pytest.mark.parametrize("value", [(1, 2), ValueError("no state")])
+def test_a_harmless_callback_costs_only_its_state(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, value: Any
+) -> None:
+    callback = Harmless(value)
+    if isinstance(value, Exception):
+        callback.state_dict = lambda: (_ for _ in ()).throw(value)
+    train(project, tmp_path, callback, Own(1), steps=1)
+    assert "the state of the callback Harmless is not saved" in caplog.text
+    own = Own(2)
+    train(project, tmp_path, Harmless(3), own, steps=2)
+    assert own.restored == 1

@@ -1,6 +1,7 @@
 """What a dataset draws from the global random numbers is a function of (seed, position)."""
 
 import itertools
+import os
 import random
 import shutil
 import sys
@@ -245,3 +246,24 @@ def test_commands_draw_the_same_on_ranks_in_workers_and_after_a_resume(tmp_path:
     assert not {n for line in whole for n in line.split()[1:]} & {
         n for line in others for n in line.split()[1:]
     }
+
+
+class Reading(Augmented):
+    """Says which process reads a sample."""
+
+    def __getitem__(self, number: int) -> dict[str, torch.Tensor]:
+        return {**super().__getitem__(number), "process": torch.tensor(os.getpid())}
+
+
+def test_before_the_workers_start_no_sample_is_read_in_this_process(project: Project) -> None:
+    """A file that a dataset opens at its first sample would be shared by all workers."""
+    state = set_up(project, Reading, train__loader_workers=1)
+    (batch,) = state.loader.of(0, state.plan[:1])
+    assert os.getpid() not in batch["process"]
+    trained = state.loader.next()
+    # Now they are there.
+    (again,) = state.loader.of(0, state.plan[:1])
+    state.loader.close()
+    assert {*again["process"].tolist()} == {os.getpid()}
+    for read in (trained[0], again):
+        assert torch.equal(batch["images"], read["images"])

@@ -439,3 +439,30 @@ def test_each_line_tells_the_memory(project: Project, tmp_path: Path) -> None:
         go.set()
         child.join()
         assert size <= more < size + before / 2, "what is shared counts once"
+
+
+def test_a_vector_in_a_record_is_named(project: Project, tmp_path: Path) -> None:
+    def add(state: Any, record: dict[str, Any] | None) -> None:
+        if record:
+            record["histogram"] = torch.ones(3)
+
+    with pytest.raises(project.module("errors").UserError, match="histogram is not one number"):
+        train(project, tmp_path, {"after_step": add})
+
+
+def test_a_run_that_is_stopped_after_a_validation_saves_its_score(
+    project: Project, tmp_path: Path
+) -> None:
+    """The checkpoint of that step is the best one, though no save was due there."""
+
+    def stop(state: Any, figures: dict[str, Any]) -> None:
+        if state.step == 4:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    result = train(project, tmp_path, {"after_validation": stop}, checkpoint__every=0)
+    assert (result.status, result.step) == ("preempted", 4)
+    manifest = json.loads((tmp_path / "checkpoints/step_00000004/manifest.json").read_text())
+    assert manifest["validation_loss"] == pytest.approx(result.validation["validation_loss"])
+    assert manifest["score"][1] == manifest["validation_loss"]
+    best = project.module("checkpoint.transfer").best_checkpoint
+    assert best(tmp_path / "checkpoints").name == "step_00000004"

@@ -276,3 +276,31 @@ def test_a_skipped_step_leaves_batch_statistics_as_they_were(project: Project) -
         changed = [key for key, v in model.state_dict().items() if not torch.equal(v, before[key])]
         assert len(changed) == (0 if bad else 3), changed
     assert len(buffers.copies) == 3
+
+
+class PassesOn(torch.optim.AdamW):
+    """Passes its arguments on without naming them."""
+
+    def __init__(self, params: Any, **settings: Any) -> None:
+        super().__init__(params, **settings)
+
+
+def test_settings_that_a_class_passes_on_are_no_state(project: Project) -> None:
+    model = torch.nn.Linear(2, 2)
+    optimizer = PassesOn(model.parameters(), lr=0.1, weight_decay=0.2, eps=1e-6)
+    slots = project.module("checkpoint.tensors").optimizer_slots(model, optimizer)
+    assert not [name for name, _, _ in slots if name.startswith("param_groups")]
+
+
+def test_parameters_that_the_optimizer_lacks_are_named(
+    project: Project, caplog: pytest.LogCaptureFixture
+) -> None:
+    check = project.module("loss").check_optimizer
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model[1].parameters(), lr=0.1)
+    check(optimizer, model)
+    assert "2 trainable parameters are not in the optimizer, such as 0.weight" in caplog.text
+    caplog.clear()
+    model[0].requires_grad_(False)
+    check(optimizer, model)
+    assert not caplog.text

@@ -309,6 +309,11 @@ def test_a_run_stopped_in_its_last_validation_is_not_finished(
         time.sleep(1)  # TensorBoard reads its files in the order of the seconds in their names
         train(project, "stopped", 2)
         assert TensorBoard(run_dir).status() == "finished"
+        # What the first start did not validate was validated by the second, and is there.
+        wanted = json.loads((run_dir / "metrics.jsonl").read_text("utf-8").splitlines()[-1])
+        events = TensorBoard(run_dir).events.Scalars("validation/loss")
+        assert [event.step for event in events] == [2]
+        assert events[0].value == pytest.approx(wanted["validation_loss"])
 
 
 class Faulty:

@@ -44,9 +44,10 @@ class Group:
     def __init__(self, world: World | None = None) -> None:
         self.rank = world.rank if world else 0
         self.size = world.size if world else 1
-        # The first rank does the work that only one must do.
+        # The first rank does the work that exactly one rank does.
         self.is_first = self.rank == 0
         self.step_limit = world.step_limit if world else PHASE_LIMIT
+        self.phase_limit = max(PHASE_LIMIT, 2 * self.step_limit)
         # The number of open phases. At first it is the start-up, which the watchdog closes after
         # the first step.
         self.phases = 1
@@ -59,7 +60,7 @@ class Group:
         self.process_group: Any = None
         if world and world.distributed:
             # A separate process group never waits behind the device's collectives.
-            self.process_group = dist.new_group(backend="gloo", timeout=PHASE_LIMIT)
+            self.process_group = dist.new_group(backend="gloo", timeout=self.phase_limit)
             # new_group has no barrier. Without one, rank 0 could exit too early, and its store
             # with it.
             dist.barrier(self.process_group)
@@ -222,7 +223,7 @@ class Group:
         def wait() -> list[float]:
             # The watchdog names a rank that hangs before this limit. It is only reached if the
             # watchdog hangs, too, for example on a network disk that is gone.
-            limit = PHASE_LIMIT if self.phases else 2 * self.step_limit + timedelta(minutes=1)
+            limit = self.phase_limit if self.phases else 2 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
             except RuntimeError as error:

@@ -216,7 +216,7 @@ def blame(reports: dict[int, dict[str, Any]], size: int) -> str:
     fewest = min(report["collectives"] for report in reports.values())
     behind = [rank for rank, report in reports.items() if report["collectives"] == fewest]
     if len(behind) == size:
-        return "all ranks wait in the same collective"
+        return "no rank is behind the others: see where each of them is"
     return f"{_named(behind)} did not enter the collective that the others are waiting in"
 
 

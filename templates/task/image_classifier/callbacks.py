@@ -83,9 +83,13 @@ class WorstMistakes:
             draw.text((x + 2, y + self.side - 3), text, "black")
         content = io.BytesIO()
         picture.save(content, "png")
-        folder = self.run_dir / "samples"
-        folder.mkdir(exist_ok=True)
-        replace_file(folder / f"step_{state.step:08}.png", content.getvalue())
+        try:
+            folder = self.run_dir / "samples"
+            folder.mkdir(exist_ok=True)
+            replace_file(folder / f"step_{state.step:08}.png", content.getvalue())
+        except OSError as error:
+            # An error would disable this callback on this rank, and the others would wait.
+            log.warning("the picture of step %d is not saved: %s", state.step, error)
 
 
 def to_image(pixels: Tensor) -> Image.Image:

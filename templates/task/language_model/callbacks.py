@@ -50,6 +50,10 @@ class Sample:
         if state.world.rank == 0:
             text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
             log.info("sample at step %d: %r", state.step, text)
-            folder = self.run_dir / "samples"
-            folder.mkdir(exist_ok=True)
-            replace_file(folder / f"step_{state.step:08}.txt", text)
+            try:
+                folder = self.run_dir / "samples"
+                folder.mkdir(exist_ok=True)
+                replace_file(folder / f"step_{state.step:08}.txt", text)
+            except OSError as error:
+                # An error would disable this callback on this rank, and the others would wait.
+                log.warning("the sample of step %d is not saved: %s", state.step, error)

@@ -1,8 +1,8 @@
 """Run the stages in order; each uses the settings that earlier stages recommend.
 
-Recommendations of a failed stage do not count. The others are passed to later stages as options on
-their command line. At the end, all recommended settings are timed together against the given ones,
-and written to `recommended.toml`.
+Recommendations of a failed stage do not count, except those of `compile`. The others are passed to
+later stages as options on their command line. At the end, all recommended settings are timed
+together against the given ones, and written to `recommended.toml`.
 """
 
 import argparse

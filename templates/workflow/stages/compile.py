@@ -17,7 +17,7 @@ from .chain import advise, recommend
 from .compile_trial import PRECISE, ROUNDED, STEPS, ModeResult, differs
 from .interleaved import TOO_NOISY, Interval, speedup_of
 from .processes import run_task
-from .stage import Stage
+from .stage import Stage, steps_of_run
 from .timing import describe, spread
 
 # FSDP's hooks break the graph of a whole model.
@@ -194,10 +194,11 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
 def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
     """Recommend the fastest mode that is correct and whose first compile pays off in this run."""
     given = stage.config.compile.mode
+    steps = steps_of_run(stage.config)
     problems: dict[str, str] = {}
     faster: list[str] = []
     for mode, result in modes.items():
-        problem = problem_of(result, stage.config.train.steps)
+        problem = problem_of(result, steps)
         if problem:
             problems[mode] = problem
         elif result.get("paid_after"):

@@ -28,7 +28,7 @@ from ..model import blocks
 from ..train import State, setup
 from .interleaved import time_interleaved, without_loader
 from .stage import StageConfig
-from .timing import record_steps
+from .timing import differences, record_steps
 
 # The number of compiled steps that are compared with eager steps.
 STEPS = 5
@@ -124,8 +124,7 @@ def first_steps(state: State) -> FirstSteps:
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
     """Return the relative differences of losses (the largest), and of gradients as one vector."""
-    ratios = np.divide(compiled.losses, eager.losses)
-    largest_of_losses = np.abs(ratios - 1).max()
+    largest_of_losses = differences(compiled.losses, eager.losses).max()
     apart: list[torch.Tensor] = []
     for expected, actual in zip(eager.gradients, compiled.gradients, strict=True):
         apart.append(expected.double() - actual.double())

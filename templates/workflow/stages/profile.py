@@ -95,10 +95,11 @@ def judge_steps(
     # The slowest rank spends the least time in communication, where the others wait for it.
     exposed = [rank.fractions["communication"] for rank in ranks]
     slowest = exposed.index(min(exposed))
-    rank = ranks[slowest]
+    compilations = max(each_rank.compilations for each_rank in ranks)
+    # Whichever rank compiles, it holds up all of them.
+    rank = ranks[slowest]._replace(compilations=compilations)
     steps = len(rank.seconds)
     traced = rank.step_seconds
-    compilations = max(each_rank.compilations for each_rank in ranks)
     show_operators(stage, rank)
     print(
         f"     a traced step takes {traced * 1e3:.2f} ms, an untraced one {untraced * 1e3:.2f} ms"

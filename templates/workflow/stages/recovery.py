@@ -21,7 +21,7 @@ from ..run.journal import read_records
 from .chain import advise, recommend
 from .drill import EVERY, STEPS, Digests
 from .processes import most_ranks, named, refusal, run_task
-from .stage import Stage, StageConfig
+from .stage import Stage, StageConfig, steps_of_run
 from .timing import describe, differences
 
 # Time limit of a task in seconds.
@@ -241,7 +241,7 @@ def other_sizes(ranks: int, device: str) -> list[int]:
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Return the loss by step; None if it was not finite."""
+    """Return the loss by step; None if it was not finite, which NumPy turns into NaN."""
     return {record["step"]: record["loss"] for record in read_records(run_dir)}
 
 
@@ -329,7 +329,8 @@ def advise_interval(stage: Stage) -> None:
     figures["interval_seconds"] = best
     best_steps = max(1, math.ceil(best / step))
     # --checkpoint.every 0 saves only at the end.
-    steps = config.checkpoint.every or config.train.steps
+    steps_of_all = steps_of_run(config)
+    steps = config.checkpoint.every or steps_of_all
     interval = steps * step
     lost = f"{lost_fraction(best, blocked, restart, failures):.2%}"
     lost_now = f"{lost_fraction(interval, blocked, restart, failures):.2%}"
@@ -344,8 +345,8 @@ def advise_interval(stage: Stage) -> None:
     # Two digits are enough: 490 rather than 487 steps.
     unit = 10 ** max(0, len(str(best_steps)) - 2)
     rounded = math.ceil(best_steps / unit) * unit
-    if rounded >= config.train.steps:
-        why = f"this run of {config.train.steps} steps then saves only at its end, and {why}"
+    if rounded >= steps_of_all:
+        why = f"this run of {steps_of_all} steps then saves only at its end, and {why}"
     advise(stage, f"--checkpoint.every {rounded}: {why}")
     recommend(stage, "checkpoint.every", rounded)
 

@@ -18,7 +18,7 @@ import torch
 from ..config import Config, load, override
 from ..device import pick_device
 from ..distributed import Group, World, join, leave, parallel
-from ..errors import RankError, run_main
+from ..errors import RankError, command_for, run_main
 from ..files import to_json, write_json
 from ..run.hardware import in_units, usable_cores
 from ..sampling import STEP, seed_random
@@ -73,7 +73,11 @@ def measure(config: StageConfig) -> int:
             raise
         failed = f"{named(sizes[len(records)], 'process')} ran out of memory"
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
-        advise(stage, f"a model that does not fit on a device needs FSDP: {change_to('FSDP')}")
+        if parallel.SHARDED:
+            fit = command_for("fit", config.directory)
+            advise(stage, f"`{fit}` shows on how many GPUs the model fits")
+        else:
+            advise(stage, f"a model that does not fit on a device needs FSDP: {change_to('FSDP')}")
         return stage.close()
     if most > 1:
         print("     note: scaling across machines, with a slower network, is not measured")

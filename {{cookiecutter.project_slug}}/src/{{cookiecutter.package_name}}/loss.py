@@ -1,5 +1,6 @@
 """A loss as sums over a batch, the means of these sums, and the check for a bad step."""
 
+import logging
 import math
 from collections.abc import Iterable
 from numbers import Real
@@ -9,6 +10,8 @@ import torch
 from torch import nn
 
 from .errors import UserError
+
+log = logging.getLogger(__name__)
 
 
 class LossSum(NamedTuple):
@@ -148,11 +151,26 @@ def check_model(model: nn.Module) -> None:
             raise UserError(f"{name}.weight has sparse gradients: make it with sparse=False")
 
 
-def check_optimizer(optimizer: object) -> None:
-    """UserError for an optimizer that the loop cannot step."""
+def check_optimizer(optimizer: Any, model: nn.Module) -> None:
+    """Raise UserError for an optimizer that the loop cannot step.
+
+    Warns if a trainable parameter is not in the optimizer.
+    """
     require_type(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UserError("LBFGS computes a loss several times a step: use another one (optim.py)")
+    stepped: set[nn.Parameter] = set()
+    for group in optimizer.param_groups:
+        stepped.update(group["params"])
+    forgotten = [n for n, p in model.named_parameters() if p.requires_grad and p not in stepped]
+    if forgotten:
+        log.warning(
+            "%d trainable parameters are not in the optimizer, such as %s: they stay as they are, "
+            "but cost the time and memory of their gradients. Freeze them with "
+            "requires_grad_(False) in build_model, or give them to the optimizer",
+            len(forgotten),
+            forgotten[0],
+        )
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:

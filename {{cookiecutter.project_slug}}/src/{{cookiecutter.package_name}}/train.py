@@ -156,7 +156,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     peak_flops = hardware.peak_flops(world.device)
     forward_flops = None
     if peak_flops is not None:
-        one_sample = loader.source[0, MicroBatch(slice(0, 1), 1.0)]
+        first = (0, MicroBatch(slice(0, 1), 1.0))
+        (one_sample,) = loader.read_apart(loader.source, [first])
         forward_flops = hardware.forward_flops(model, compute_loss, one_sample)
     # The order matters. Activation checkpointing comes first, since the compiler must see what is
     # recomputed. DDP and FSDP come after the compiler, since their hooks would break the graph. The
@@ -167,7 +168,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     begin_training(model)
     module = parallel.wrap(model, blocks(model), config.parallel, world, dtype)
     optimizer = build_optimizer(config.optim, model)
-    check_optimizer(optimizer)
+    check_optimizer(optimizer, model)
     if config.optim.ema:
         keep_average(optimizer)
     return State(
@@ -214,8 +215,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     """Take one optimizer step on this rank's micro-batches of the global batch; collective.
 
     The gradient is that of (sum of losses) / (sum of counts) over all ranks, so it does not depend
-    on how the batch is split. Nothing here waits for the device, except `agree_on_buffers` at each
-    50th step.
+    on how the batch is split. On a GPU the host does not wait for the device, except in the first
+    step, in `agree_on_buffers` at each 50th step, and with an optimizer without a fused step.
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so generator states need not be saved.
@@ -370,9 +371,11 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
             try_step(train_step, state, state.step, state.plan[:1])
 
         parallel.warm_up(state.module, try_first_micro_batch)
-        agreed, validation = _loop(state, checkpointer, stop, journal, callbacks, validation_owed)
+        agreed, validation, last_record = _loop(
+            state, checkpointer, stop, journal, callbacks, validation_owed
+        )
         with group.phase("save"):
-            checkpointer.finish(state.step)
+            checkpointer.finish(state.step, last_record)
         status = stop.outcome(agreed)
         blocked = checkpointer.blocked_seconds
         details = {"steps": config.train.steps, "checkpoint_blocked_seconds": blocked}
@@ -389,17 +392,19 @@ def _loop(
     journal: Journal,
     callbacks: list[Any],
     validation_owed: bool,
-) -> tuple[Agreed, dict[str, float]]:
+) -> tuple[Agreed, dict[str, float], dict[str, Any] | None]:
     """Train until the last step is validated, or until a signal or a callback ends the run.
 
-    Returns the reason for the end and the metrics of the last validation. With `validation_owed`,
-    it first repeats the validation that a stop signal interrupted.
+    Returns the reason for the end, the metrics of the last validation, and the record of the last
+    step if it has one. With `validation_owed`, it first repeats the validation that a stop signal
+    interrupted.
     """
     settings, group = state.config.train, stop.group
     # The methods are looked up once, not at each step.
     before_step = find_methods("before_step", callbacks)
     after_step = find_methods("after_step", callbacks)
     validation: dict[str, float] = {}
+    record: dict[str, Any] | None = None
     if validation_owed:
         validation = evaluate(state, stop, callbacks)
     journal.begin(validation)
@@ -415,7 +420,7 @@ def _loop(
         if agreed.ends_run:
             reason = stop.reason if agreed.finish else signal.Signals(agreed.stop_signal).name
             log.info("%s: saving step %d, then stopping", reason, state.step)
-            return agreed, validation
+            return agreed, validation, record
         batches = state.loader.next(stop)
         for call in before_step:
             call(state)
@@ -426,7 +431,7 @@ def _loop(
         if validate_now or is_due(state, settings.log_every):
             # This is the only place in the loop where the host waits for the device.
             record = journal.record(state)
-        if validate_now and record:
+        if validate_now and record is not None:
             validation = evaluate(state, stop, callbacks)
             record |= validation
         for call in after_step:
@@ -441,8 +446,8 @@ def _loop(
                 checkpointer.save(state.step, record)
         if is_last:
             log.info("%s: stopping at step %d", stop.reason, state.step)
-            return Agreed(finish=True), validation
-    return Agreed(), validation
+            return Agreed(finish=True), validation, record
+    return Agreed(), validation, record
 
 
 def is_due(state: State, every: int) -> bool:

@@ -152,25 +152,18 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         score = figures.get(best)
         if score is not None:
             score = float(score)
-        if score is None and "validation_loss" in figures:
+        # A callback may add such a metric on rank 0 only.
+        if score is None and "validation_loss" in figures and self.group.is_first:
             log.warning("--checkpoint.best %s: the validation has no such metric", best)
         callbacks: dict[str, Any] = {}
         with self.group.together():
             for name, callback in self.remembered.items():
-                state = callback.state_dict()
                 try:
-                    # This also copies it: it may change before a background save writes it.
-                    kept = json.loads(json.dumps(state))
-                except (TypeError, ValueError) as error:
-                    kept = error
-                # JSON turns tuples into lists, and keys that are numbers into strings.
-                if repr(kept) != repr(state):
-                    raise UserError(
-                        f"the state of the callback {name} cannot be saved: JSON changes "
-                        f"{state!r:.80}. Let its state_dict() return numbers, strings, lists and "
-                        "dictionaries with string keys"
-                    )
-                callbacks[name] = kept
+                    callbacks[name] = state_of(name, callback)
+                except Exception as error:
+                    if not getattr(callback, "harmless", False):
+                        raise
+                    log.warning("the state of the callback %s is not saved: %s", name, error)
         return {
             **self.facts,
             **self.facts_now(),
@@ -207,10 +200,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         with self._blocking():
             self.publisher.close()
 
-    def finish(self, step: int) -> None:
-        """Save the last step unless it is 0, and close; CheckpointError if it was not saved."""
+    def finish(self, step: int, figures: Mapping[str, float] | None = None) -> None:
+        """Save the last step unless it is 0, and close; CheckpointError if it was not saved.
+
+        `figures` are as in `save`.
+        """
         if step:
-            self.save(step)
+            self.save(step, figures)
         self.close()
         if step and self.last_good != step:
             raise CheckpointError(
@@ -374,3 +370,20 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 log.warning("%s; training continues, earlier checkpoints are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
+
+
+def state_of(name: str, callback: Any) -> Any:
+    """Return a copy of a callback's state; UserError if JSON does not keep it as it is."""
+    state = callback.state_dict()
+    try:
+        # It is copied, since it may change before a background save writes it.
+        kept = json.loads(json.dumps(state))
+    except (TypeError, ValueError) as error:
+        kept = error
+    # JSON turns tuples into lists, and keys that are numbers into strings.
+    if repr(kept) != repr(state):
+        raise UserError(
+            f"the state of the callback {name} cannot be saved: JSON changes {state!r:.80}. Let "
+            "its state_dict() return numbers, strings, lists and dictionaries with string keys"
+        )
+    return kept

@@ -163,8 +163,9 @@ class Publisher:
             with group.together():
                 if group.is_first:
                     aside = str(self.set_aside(path))
+            aside = group.broadcast(aside)
             text = "DAMAGED CHECKPOINT %s: %s. Moved to %s; trying the previous checkpoint."
-            log.warning(text, path, "; ".join(problems), group.broadcast(aside))
+            log.warning(text, path, "; ".join(problems), aside)
 
         names: list[str] = []
         with group.together():

@@ -155,7 +155,7 @@ def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, st
         expected_by_plain_name.setdefault(without_adapters(name), []).append(name)
     candidates: list[str] = []
     for name in stored:
-        if name in expected or not name.startswith((NOTE, OPTIMIZER)):
+        if name in expected or not (name == NOTE or name.startswith(OPTIMIZER)):
             candidates.append(name)
     best: dict[str, str] = {}
     most = -1
@@ -204,9 +204,10 @@ def optimizer_slots(
     # Settings are not saved: these are the constructor's arguments, including those of the parts
     # of an optimizer that is composed of several (`optimizers`).
     settings = set(GROUP_SETTINGS)
-    settings |= inspect.signature(type(optimizer)).parameters.keys()
-    for one in getattr(optimizer, "optimizers", ()):
-        settings |= inspect.signature(type(one)).parameters.keys()
+    for one in (optimizer, *getattr(optimizer, "optimizers", ())):
+        # A class may only pass its arguments on to its base, as **kwargs.
+        for base in type(one).__mro__:
+            settings |= inspect.signature(base).parameters.keys()
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
             is_number = isinstance(value, int | float | torch.Tensor)

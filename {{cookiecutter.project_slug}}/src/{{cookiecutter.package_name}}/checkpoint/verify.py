@@ -29,7 +29,7 @@ def list_checkpoints(run_dir: Path) -> Listing:
         problems_of[path] = problems
         if not problems:
             good[path] = manifest
-    if not problems_of:
+    if not problems_of and not damaged(directory):
         raise UserError(f"there are no checkpoints in {directory}: train first")
     best = best_by_validation({path: manifest["score"] for path, manifest in good.items()})
 
@@ -49,7 +49,7 @@ def list_checkpoints(run_dir: Path) -> Listing:
         lines.append(f"{name}  set aside")
     for manifest in good.values():
         if "base" in manifest:
-            # All checkpoints of a run have the same base.
+            # If several checkpoints of a run have a base, its contents are the same.
             problem = _problem_of_base(manifest, run_dir)
             any_damaged = any_damaged or bool(problem)
             lines.append(problem or f"frozen weights  good  {manifest['base']['path']}")

@@ -81,7 +81,10 @@ class Journal:
         self.mark.clock = time.perf_counter()
 
     def record(self, state: "State") -> dict[str, Any]:
-        """Return the metrics since the last record, the same on all ranks; waits for the device."""
+        """Return the metrics since the last record; waits for the device.
+
+        Losses and counts are those of all ranks, times are this rank's.
+        """
         # Steps only queue work on the device, and reading a value waits until that work is done. So
         # all values are joined into one tensor, which is read once per record.
         all_sums = torch.as_tensor(state.sums)
@@ -231,7 +234,16 @@ def as_line(record: dict[str, Any]) -> bytes:
     """Encode a record as JSON; NaN and infinity, which JSON cannot express, become null."""
     encodable = dict(record)
     for name, value in record.items():
-        if hasattr(value, "__float__") and not math.isfinite(value):
+        if not hasattr(value, "__float__"):
+            continue
+        try:
+            is_finite = math.isfinite(value)
+        except (TypeError, ValueError, RuntimeError):
+            raise UserError(
+                f"{name} is not one number but {value!r:.80}: a callback may add numbers, text and "
+                "lists to a record"
+            ) from None
+        if not is_finite:
             encodable[name] = None
     return json.dumps(encodable, default=float).encode()
 
