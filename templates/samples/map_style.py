@@ -397,8 +397,6 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # The iterator's finalizer would also stop them, but a traceback can keep the iterator
-        # alive. Then Python would wait at exit for the workers, which ignore its signal.
         # There is no wait any more, so `_watch` must not act.
         self.asked = math.inf
         if self.iterator is not None:
@@ -409,6 +407,8 @@ class Loader:
                 self.iterator._worker_pids_set = False
                 for worker in self.iterator._workers:
                     worker.kill()
+            # The iterator's finalizer would also stop them, but a traceback can keep the iterator
+            # alive. Then Python would wait at exit for the workers, which ignore its signal.
             try:
                 self.iterator._shutdown_workers()
             finally:

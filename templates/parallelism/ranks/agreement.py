@@ -48,7 +48,7 @@ class Group:
         self.is_first = self.rank == 0
         self.step_limit = world.step_limit if world else PHASE_LIMIT
         self.phase_limit = max(PHASE_LIMIT, 2 * self.step_limit)
-        # The number of open phases. At first it is the start-up, which the watchdog closes after
+        # The number of open phases. At first it is the start-up, which the watchdog ends after
         # the first step.
         self.phases = 1
         # The end of the last phase (time.monotonic()).
@@ -65,7 +65,12 @@ class Group:
             # with it.
             dist.barrier(self.process_group)
 
-    def __str__(self) -> str:
+    def end_start_up(self) -> None:
+        """End the start-up phase, after the first step."""
+        self.phases -= 1
+
+    def log_prefix(self) -> str:
+        """Return this rank and the restarts so far, for the first line of its log."""
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return f"rank {self.rank} of {self.size}, restarts so far: {restarts}, "
 

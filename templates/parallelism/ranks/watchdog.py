@@ -100,7 +100,7 @@ class Watchdog:
         else:
             # The first step belongs to start-up, since it may compile.
             self.stepping = True
-            self.group.phases -= 1
+            self.group.end_start_up()
 
     def _watch(self) -> None:
         """End the process when a step takes too long; runs on the watchdog's thread."""

@@ -39,7 +39,8 @@ class Group:
     def __init__(self, world: World | None = None) -> None:
         """Accept the same arguments as the class for several ranks."""
 
-    def __str__(self) -> str:
+    def log_prefix(self) -> str:
+        """Return what the first line of the log begins with: nothing, as there is no rank."""
         return ""
 
     @contextlib.contextmanager

@@ -43,11 +43,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 # Names of optimizer state that a resume must not lose: all state of parameters except their EMA.
-STATE = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
+MUST_NOT_BE_LOST = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
-    """Saves and restores a run; all ranks call its methods together."""
+    """Saves and restores a run; all ranks call its methods together.
+
+    A save begins in `save`, which hands the tensors to the writer. The rest is `_publish`: with
+    checkpoint=dcp_async the writer's thread calls it, otherwise `save` waits for it.
+    """
 
     def __init__(
         self,
@@ -292,7 +296,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 missing.add(name)
         lost: set[str] = set()
         for name in source.forms.keys() - tensors.keys():
-            if STATE.fullmatch(name):
+            if MUST_NOT_BE_LOST.fullmatch(name):
                 lost.add(name)
         if missing:
             lost |= self._remove_unsaved_state(missing)

@@ -162,15 +162,16 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
         return [where], False
     directory = checkpoints_of(where)
     if step == "best":
-        paths = [best_checkpoint(directory)]
-    elif step is not None:
-        paths = [directory / step_name(step)]
-    else:
-        paths = published(directory)[::-1]
-    is_a_run = paths or not isinstance(where, Path) or (where / "status.json").exists()
-    if not is_a_run and any(where.glob(f"*{SAFETENSORS}")):
+        return [best_checkpoint(directory)], True
+    if step is not None:
+        return [directory / step_name(step)], True
+    newest_first = published(directory)[::-1]
+    if newest_first or not isinstance(where, Path) or (where / "status.json").exists():
+        return newest_first, True
+    # Not a run, so it may be a folder of another library.
+    if any(where.glob(f"*{SAFETENSORS}")):
         return [where], False
-    return paths, True
+    return [], True
 
 
 def best_checkpoint(directory: Place) -> Place:

@@ -145,10 +145,8 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
             # Only projects for several ranks have this method, and ranks above 0.
             if group.rank:
                 stack.enter_context(group.printing_to(handler.stream, console))
-        # str(group) is like "rank 1 of 2, "; for a single process it is empty.
-        PACKAGE.info(
-            "%sprocess %d on %s", group, os.getpid(), socket.gethostname(), extra=ONLY_IN_FILES
-        )
+        where = f"{group.log_prefix()}process {os.getpid()} on {socket.gethostname()}"
+        PACKAGE.info("%s", where, extra=ONLY_IN_FILES)
         try:
             yield
         except BaseException as error:
