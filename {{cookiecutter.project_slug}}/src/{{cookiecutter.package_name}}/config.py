@@ -72,7 +72,7 @@ class TrainConfig:
     on_bad_step: Literal["skip", "stop"] = "skip"
     """On a non-finite loss or gradient: skip the step, or stop and name the samples (slower)."""
     max_bad_steps: int = 20
-    """Stop the run after this many skipped steps in a row (0: never)."""
+    """Stop the run after this many skipped steps in a row, in whole log intervals (0: never)."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
