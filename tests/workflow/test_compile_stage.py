@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -241,9 +242,9 @@ def test_other_numbers_fail(project: Project, tmp_path: Path, quick, gate, monke
 
 def test_differences_are_relative(project: Project) -> None:
     worker = project.module("workflow.compile_trial")
-    course = worker.FirstSteps([2.0, 1.0], [torch.ones(4), torch.zeros(2)])
+    course = worker.FirstSteps(np.array([2.0, 1.0, 0.0]), [torch.ones(4), torch.zeros(2)])
     assert worker.difference(course, course) == {"loss": 0.0, "gradients": 0.0}
-    other = worker.FirstSteps([2.0, 1.1], [torch.ones(4) * 1.5, torch.zeros(2)])
+    other = worker.FirstSteps(np.array([2.0, 1.1, 0.0]), [torch.ones(4) * 1.5, torch.zeros(2)])
     assert worker.difference(course, other) == pytest.approx({"loss": 0.1, "gradients": 0.5})
     with pytest.raises(ValueError, match="shorter"):
         worker.difference(course, worker.FirstSteps(course.losses, []))
