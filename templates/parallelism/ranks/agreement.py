@@ -203,8 +203,8 @@ class Group:
     def exchange(self, flags: list[int]) -> list[int]:
         """Send `flags`; return the maxima over the ranks of those sent at the previous call.
 
-        So no rank waits, and all ranks get the same result. Only the first call waits and returns
-        its own flags.
+        So no rank waits, and all ranks get the same result. Only the first call waits: it returns
+        what the ranks have just sent.
         """
         if self.process_group is None:
             return flags
