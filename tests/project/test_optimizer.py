@@ -304,3 +304,15 @@ def test_parameters_that_the_optimizer_lacks_are_named(
     model[0].requires_grad_(False)
     check(optimizer, model)
     assert not caplog.text
+
+
+def test_an_optimizer_without_any_gradient_is_refused(
+    project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def other(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
+
+    training = project.module("train")
+    monkeypatch.setattr(training, "build_optimizer", other)
+    with pytest.raises(project.module("errors").UserError, match="no parameter in the optimizer"):
+        training.run(project.config(run_dir=tmp_path, train__steps=2))

@@ -261,6 +261,10 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "--train.precision bf16" in told("kernel-bound", train__precision="fp32")
     assert "bf16" not in told("kernel-bound", empty._replace(device=False))
     assert "--train.micro-batch-size 8" in told("host-bound")
+    config = project.config(run_dir=tmp_path)
+    alone = dict.fromkeys(traces.PARTS, 0.2)
+    # Two ranks have no room for larger micro-batches.
+    assert "micro-batch" not in stage.advice("host-bound", alone, empty, config, 2)
     gap = empty._replace(longest_gap=traces.NamedGap(0.9, "aten::mm", "aten::add"))
     assert "after aten::mm and before aten::add" in told("host-bound", gap)
     assert "Python code" in told("host-bound", gap) and "Python" not in told("host-bound")

@@ -124,9 +124,10 @@ def judge_steps(
     stage.figures |= {"shares": fractions, "diagnosis": diagnosis}
     if len(ranks) > 1:
         compare_ranks(stage, ranks, slowest)
-    advise(stage, f"{diagnosis}: {advice(diagnosis, fractions, rank, stage.config)}")
+    size = len(ranks)
+    advise(stage, f"{diagnosis}: {advice(diagnosis, fractions, rank, stage.config, size)}")
     for other in others:
-        advise(stage, f"also {other}: {advice(other, fractions, rank, stage.config)}")
+        advise(stage, f"also {other}: {advice(other, fractions, rank, stage.config, size)}")
 
 
 def show_operators(stage: Stage, rank: Breakdown) -> None:
@@ -190,11 +191,17 @@ def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
     return diagnoses
 
 
-def advice(diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config) -> str:
+def advice(
+    diagnosis: str,
+    fractions: dict[str, float],
+    rank: Breakdown,
+    config: Config,
+    world_size: int = 1,
+) -> str:
     """Return the measurement behind a diagnosis, and what to try next."""
     if diagnosis == "input-bound" and fractions["copies"] > fractions["data"]:
         diagnosis = "copies"
-    tries = remedies(diagnosis, fractions, rank, config)
+    tries = remedies(diagnosis, fractions, rank, config, world_size)
     if not tries:
         tries = ["a smaller model or more devices, since the loop itself has little to gain"]
     return f"{evidence(diagnosis, fractions, rank)}. Try {', or '.join(tries)}"
@@ -225,7 +232,7 @@ def evidence(diagnosis: str, fractions: dict[str, float], rank: Breakdown) -> st
 
 
 def remedies(
-    diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config
+    diagnosis: str, fractions: dict[str, float], rank: Breakdown, config: Config, world_size: int
 ) -> list[str]:
     """List what to try for a diagnosis with these settings; [] if there is nothing left to try."""
     train = config.train
@@ -246,7 +253,7 @@ def remedies(
         if rank.longest_gap.seconds > 0.2 * fractions["host"] * rank.step_seconds:
             return ["to move the Python code at that point out of the step"]
         tries += compiling
-        if train.micro_batch_size < train.global_batch_size:
+        if train.micro_batch_size < train.global_batch_size // world_size:
             larger = f"--train.micro-batch-size {2 * train.micro_batch_size}"
             tries.append(f"larger micro-batches ({larger})")
     if diagnosis == "kernel-bound":

@@ -265,6 +265,11 @@ def train_step(state: State, batches: list[Any]) -> None:
     gradients: list[Tensor] = []
     for group in state.optimizer.param_groups:
         gradients += [p.grad for p in group["params"] if p.grad is not None]
+    if not gradients:
+        raise UserError(
+            "no parameter in the optimizer has a gradient: the loss of compute_loss (model.py) "
+            "must depend on what build_optimizer (optim.py) was given"
+        )
     norm = parallel.total_norm(gradients, world)
     # One factor both turns sums into means and clips, so that gradients are multiplied only once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
