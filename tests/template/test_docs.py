@@ -221,6 +221,18 @@ def test_the_page_of_reliability_is_what_the_results_say() -> None:
     matrix = json.loads((results / "matrix.json").read_text("utf-8"))
     assert not matrix["bounded"] and not matrix["failures"]
     readme = (ROOT / "README.md").read_text("utf-8")
-    told = re.search(r"Tried on checkpoints: (.*?)\. No\s", readme, re.DOTALL)
+    told = re.search(r"We tested checkpoints with (.*?)\. No\s", readme, re.DOTALL)
+    assert told, "the figures of README have other words: state them anew"
     figures = re.findall(r"\d[\d,]*\d", told[1])
     assert len(figures) == 4 and all(figure in shown for figure in figures)
+
+
+@pytest.mark.parametrize(
+    "topic", ["crash_points", "kill_storm", "damage", "hostile_files", "stops"]
+)
+def test_the_conclusions_have_the_date_of_their_results(topic: str) -> None:
+    index = (ROOT / "docs/evidence/index.md").read_text("utf-8")
+    rows = [row for row in index.splitlines() if f"[{topic.replace('_', ' ')}](" in row]
+    assert len(rows) == 1
+    result = json.loads((reliability.RESULTS / f"{topic}.json").read_text("utf-8"))
+    assert f" {result['date']} " in rows[0]
