@@ -428,6 +428,31 @@ def test_a_layer_that_an_adapter_copies_is_read_twice(project: Project, tmp_path
         assert torch.equal(layer.bias, saved["head.bias"])
 
 
+def test_only_files_of_weights_have_to_be_equal(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A README beside them may differ between machines."""
+    transfer = project.module("checkpoint.transfer")
+    compared: list[dict[str, str]] = []
+    monkeypatch.setattr(transfer, "require_same_identity", lambda it, group: compared.append(it))
+    group = project.module("distributed").Group()
+    for readme in ("one", "another"):
+        save_file({"weight": torch.ones(1, 1)}, tmp_path / "model.safetensors")
+        (tmp_path / "README.md").write_text(readme)
+        transfer.load_weights(tmp_path, nn.Linear(1, 1, bias=False), None, group)
+    assert compared[0] == compared[1]
+
+
+def test_a_weight_may_begin_with_the_name_of_our_note(project: Project) -> None:
+    tensors = project.module("checkpoint.tensors")
+    name = f"{tensors.NOTE}_embedding.weight"
+    assert tensors.weight_names([f"model.{name}", tensors.NOTE], [name]) == {name: f"model.{name}"}
+    assert tensors.weight_names([name], [f"base_model.model.{name}"]) == {
+        name: name,
+        f"base_model.model.{name}": name,
+    }
+
+
 def test_the_same_bits_on_one_process_and_on_two(tmp_path: Path) -> None:
     """In every parallelism; a run goes from one to the other and back, and to one process."""
     sources: dict[str, Path] = {}

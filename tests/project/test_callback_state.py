@@ -112,7 +112,19 @@ def test_a_harmless_callback_costs_only_its_state(
     if isinstance(value, Exception):
         callback.state_dict = lambda: (_ for _ in ()).throw(value)
     train(project, tmp_path, callback, Own(1), steps=1)
-    assert "the state of the callback Harmless is not saved" in caplog.text
+    assert "the state of Harmless is not saved" in caplog.text
     own = Own(2)
     train(project, tmp_path, Harmless(3), own, steps=2)
     assert own.restored == 1
+
+
+def test_a_harmless_callback_may_refuse_its_state(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Refusing(Harmless):
+        def load_state_dict(self, state: Any) -> None:
+            raise ValueError("of another kind")
+
+    train(project, tmp_path, Refusing(1), steps=1)
+    train(project, tmp_path, Refusing(2), steps=2)
+    assert "the state of Refusing is not restored: of another kind" in caplog.text

@@ -267,3 +267,11 @@ def test_before_the_workers_start_no_sample_is_read_in_this_process(project: Pro
     assert {*again["process"].tolist()} == {os.getpid()}
     for read in (trained[0], again):
         assert torch.equal(batch["images"], read["images"])
+
+
+def test_an_attribute_named_order_is_the_users_own(project: Project) -> None:
+    class Ordered(Augmented):
+        order = "random"
+
+    state = set_up(project, Ordered)
+    assert len(state.loader.next()) == len(state.plan)

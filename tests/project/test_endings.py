@@ -451,3 +451,25 @@ def test_the_state_of_a_callback_is_in_each_checkpoint(project: Project, tmp_pat
             shutil.rmtree(tmp_path / "checkpoints/step_00000020")
     shutil.rmtree(tmp_path / "checkpoints/step_00000015")
     train.run(project.config(**changes, train__steps=20))  # without it: what is saved is left alone
+
+
+def test_buffers_are_not_prepared_while_a_save_is_in_flight(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a base, both would compare it at once: two threads in collectives of one group."""
+    writer = project.module("checkpoint.writer").Writer
+    in_flight: list[bool] = []
+    prepare = writer.prepare
+
+    def noted(self: Any, tensors: Any) -> None:
+        in_flight.append(self.writing is not None)
+        prepare(self, tensors)
+
+    monkeypatch.setattr(writer, "prepare", noted)
+    for every in (1, 3):
+        config = project.config(
+            run_dir=tmp_path / str(every), train__steps=4, checkpoint__every=every
+        )
+        project.module("train").run(config)
+    # Where the first step is saved, the save has prepared them.
+    assert in_flight == [False]

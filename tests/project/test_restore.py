@@ -307,3 +307,15 @@ def test_two_ranks_share_the_hashing(tmp_path: Path) -> None:
         assert sorted(by_rank[0] + by_rank[1]) == sorted(files), "each by one rank"
         parts = [[file for file in each if file.endswith("distcp")] for each in by_rank]
         assert name == "shared_whole" or all(parts), "both have some to hash"
+
+
+def test_checkpoints_that_were_set_aside_are_listed(trained: Trained) -> None:
+    """Also when there is no other one."""
+    project = trained.project
+    group = project.module("distributed").Group()
+    publish = project.module("checkpoint.publish")
+    publisher = publish.Publisher(trained.newest.parent, publish.RetentionConfig(), group)
+    for path in (trained.older, trained.newest):
+        publisher.set_aside(path)
+    listing = project.module("checkpoint.verify").list_checkpoints(trained.run_dir)
+    assert [line.split("  ")[1] for line in listing.lines] == ["set aside"] * 2

@@ -108,3 +108,28 @@ def test_a_report_shows_no_file_but_a_sample(text: Project, tmp_path: Path) -> N
     text("report", "--run-dir", str(tmp_path / "run"))
     page = (tmp_path / "run/report.html").read_text()
     assert "a secret" not in page and "<script>" not in page and "\x1b" not in page
+
+
+@pytest.mark.parametrize("kind", ["text", "image"])
+def test_a_sample_that_cannot_be_written_costs_no_later_one(
+    kind: str,
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A callback that was disabled on one rank would let the others wait for it."""
+    project = request.getfixturevalue(kind)
+    own = project.module("callbacks")
+    replace_file, calls = own.replace_file, []
+
+    def full_at_first(*arguments: object) -> None:
+        calls.append(arguments)
+        if len(calls) == 1:
+            raise OSError(28, "No space left on device")
+        replace_file(*arguments)
+
+    monkeypatch.setattr(own, "replace_file", full_at_first)
+    names = [path.stem for path in train(project, tmp_path)]
+    assert names == ["step_00000006"]
+    assert "step 3 is not saved" in caplog.text and "is disabled" not in caplog.text

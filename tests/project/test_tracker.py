@@ -423,6 +423,9 @@ def test_what_it_is_told_and_by_whom(project: Project, monkeypatch: pytest.Monke
     assert play(3, '{"status": "preempted"}')[1] == "preempted"
     assert play(3, "half a li")[1] == "preempted"
     assert play(2, finished, error=True)[1] == "failed"
+    with pytest.raises(KeyboardInterrupt), tracking.Tracking(config, project.folder, 0) as tracker:
+        raise KeyboardInterrupt
+    assert tracker.status == "preempted"
 
 
 def test_what_fails_is_one_warning_and_the_rest_is_tracked(

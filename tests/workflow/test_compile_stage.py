@@ -250,6 +250,16 @@ def test_differences_are_relative(project: Project) -> None:
         worker.difference(course, worker.FirstSteps(course.losses, []))
 
 
+def test_the_steps_of_a_run_follow_from_its_epochs(project: Project, tmp_path: Path) -> None:
+    """As in the run itself, whatever the preset says of steps."""
+    count = project.module("workflow.timing").steps_of_run
+    setup = project.module("train").setup
+    assert count(project.config(run_dir=tmp_path, train__steps=7)) == 7
+    for changes in ({}, {"train__overfit": 2}):
+        config = project.config(run_dir=tmp_path, train__epochs=0.5, **changes)
+        assert count(config) == setup(config).config.train.steps != config.train.steps
+
+
 FIGURES = {
     "windows": {"eager": [1.0] * 8, "compiled": [0.5] * 8},
     "compile_seconds": {"cold": 10.0, "warm": 2.0},

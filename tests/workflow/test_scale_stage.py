@@ -114,6 +114,11 @@ def test_a_model_too_large_for_one_process(
     assert set(statuses(content).values()) == {"not_measured"}
     assert "out of memory" in content["checks"][0]["measured"]
     assert '{"parallelism": "fsdp"}' in content["advice"][0]
+    # A project with FSDP is not told to change to it.
+    monkeypatch.setattr(scale.parallel, "SHARDED", True)
+    project("scale", *project.settings, "--name", "sharded")
+    (advice,) = stage_of(project, "sharded")["advice"]
+    assert "fit --name sharded" in advice and "fsdp" not in advice
     problem = "ZeroDivisionError"
     assert "ZeroDivisionError" in project.refuses("scale", *project.settings)
 

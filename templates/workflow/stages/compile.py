@@ -17,8 +17,8 @@ from .chain import advise, recommend
 from .compile_trial import PRECISE, ROUNDED, STEPS, ModeResult, differs
 from .interleaved import TOO_NOISY, Interval, speedup_of
 from .processes import run_task
-from .stage import Stage, steps_of_run
-from .timing import describe, spread
+from .stage import Stage
+from .timing import describe, spread, steps_of_run
 
 # FSDP's hooks break the graph of a whole model.
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")

@@ -21,8 +21,8 @@ from ..run.journal import read_records
 from .chain import advise, recommend
 from .drill import EVERY, STEPS, Digests
 from .processes import most_ranks, named, refusal, run_task
-from .stage import Stage, StageConfig, steps_of_run
-from .timing import describe, differences
+from .stage import Stage, StageConfig
+from .timing import describe, differences, steps_of_run
 
 # Time limit of a task in seconds.
 TIMEOUT = 1800.0

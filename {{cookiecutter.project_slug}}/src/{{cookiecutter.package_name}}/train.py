@@ -132,7 +132,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     dtype = config.train.compute_dtype(world.device)
     set_up_torch(config.train.seed, config.train.deterministic, dtype)
     hardware.pin_to_numa_node(world.device)
-    train, validation, spec = _datasets(config)
+    train, validation, spec = load_datasets(config)
     if config.train.epochs:
         config = with_steps(config, samples=len(train))
     if config.init_from and config.checkpoint.frozen == "no":
@@ -188,7 +188,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     )
 
 
-def _datasets(config: Config) -> tuple[Any, Any, Any]:
+def load_datasets(config: Config) -> tuple[Any, Any, Any]:
     """Build the training and validation datasets and their spec; UserError if they are invalid."""
     settings = config.train
     datasets = build_datasets(config)

@@ -105,7 +105,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 name += "+"
             self.remembered[name] = callback
             if name in saved:
-                callback.load_state_dict(saved[name])
+                with only_warning_if_harmless(callback, f"the state of {name} is not restored"):
+                    callback.load_state_dict(saved[name])
             elif self.restored:
                 log.warning(
                     "the checkpoint has no state of the callback %s: it starts afresh", name
@@ -162,12 +163,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         callbacks: dict[str, Any] = {}
         with self.group.together():
             for name, callback in self.remembered.items():
-                try:
+                with only_warning_if_harmless(callback, f"the state of {name} is not saved"):
                     callbacks[name] = state_of(name, callback)
-                except Exception as error:
-                    if not getattr(callback, "harmless", False):
-                        raise
-                    log.warning("the state of the callback %s is not saved: %s", name, error)
         return {
             **self.facts,
             **self.facts_now(),
@@ -374,6 +371,17 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 log.warning("%s; training continues, earlier checkpoints are untouched", error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
+
+
+@contextlib.contextmanager
+def only_warning_if_harmless(callback: Any, problem: str) -> Iterator[None]:
+    """Log an error in the block as a warning, `problem` first, if the callback is `harmless`."""
+    try:
+        yield
+    except Exception as error:
+        if not getattr(callback, "harmless", False):
+            raise
+        log.warning("%s: %s", problem, error)
 
 
 def state_of(name: str, callback: Any) -> Any:

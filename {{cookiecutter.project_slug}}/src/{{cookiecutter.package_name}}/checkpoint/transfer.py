@@ -40,6 +40,7 @@ from .tensors import (
     is_named,
     nested,
     require_same_identity,
+    weight_files,
     weight_names,
 )
 from .writer import write_tensors
@@ -211,7 +212,11 @@ def load_weights(
             rename: Any = model.from_transformers
             with reading(path):
                 source.forms = rename(source.forms)
-        content = fingerprint_files(source.path, files_of(source.path))
+        files = weight_files(source.path)
+        if not files:
+            # A checkpoint, whose files have other names.
+            files = sorted(file for file in source.path.iterdir() if file.is_file())
+        content = fingerprint_files(source.path, files)
     require_same_identity({f"content of {path}": content}, group)
 
     ours = model.state_dict()
@@ -249,28 +254,17 @@ def load_weights(
         notes.append(f"kept as initialized (--init-new): {', '.join(sorted(left_new))}")
     # A stored tensor may have several names here, as the weights that an adapter of peft copies.
     targets: Tensors = {}
-    copies: dict[str, str] = {}
+    copies: list[str] = []
     for name in common:
         if saved[name] in targets:
-            copies[name] = saved[name]
+            copies.append(name)
         else:
             targets[saved[name]] = ours[name]
     source.read(targets, group)
-    with torch.no_grad():
-        for name, stored in copies.items():
-            ours[name].copy_(targets[stored])
+    for name in copies:
+        ours[name].copy_(targets[saved[name]])
     release_copies()
     return "; ".join([f"{len(common)} tensors from {path}", *notes])
-
-
-def files_of(path: Path) -> list[Path]:
-    """Return the files with weights: of a folder of safetensors these, else all files in it."""
-    if path.is_file():
-        return [path]
-    files = sorted(file for file in path.iterdir() if file.is_file())
-    # Such a folder may also have a README or a licence, which may differ between machines.
-    weights = [file for file in files if file.suffix == SAFETENSORS]
-    return weights or files
 
 
 def _listed(names: list[str]) -> str:

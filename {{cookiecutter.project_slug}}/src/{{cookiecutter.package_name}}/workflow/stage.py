@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-from ..config import Config, with_steps
-from ..data import build_datasets
+from ..config import Config
 from ..device import pick_device
 from ..files import open_to_write, to_json, write_json
 from ..run.directory import lock_file, write_owner
@@ -116,14 +115,6 @@ def lock_stage(run_dir: Path, name: str) -> TextIO:
     lock_file(lock, file)
     write_owner(lock)
     return lock
-
-
-def steps_of_run(config: Config) -> int:
-    """Return the number of steps of a run, which --train.epochs derives from its data."""
-    if not config.train.epochs:
-        return config.train.steps
-    train, _, _ = build_datasets(config)
-    return with_steps(config, samples=len(train)).train.steps
 
 
 def origin(config: Config) -> dict[str, Any]:

@@ -10,9 +10,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..config import Config, with_steps
 from ..device import synchronize
 from ..loss import means
-from ..train import State, train_step
+from ..train import State, load_datasets, train_step
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,14 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
         relative = np.abs(a - b) / np.maximum(magnitude, 1e-12)
     relative[np.isnan(a) & np.isnan(b)] = 0
     return np.nan_to_num(relative, nan=np.inf)
+
+
+def steps_of_run(config: Config) -> int:
+    """Return the number of steps of a run, which --train.epochs derives from its data."""
+    if not config.train.epochs:
+        return config.train.steps
+    train, _, _ = load_datasets(config)
+    return with_steps(config, samples=len(train)).train.steps
 
 
 def peak_memory(device: torch.device) -> int:
