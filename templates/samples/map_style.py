@@ -299,6 +299,7 @@ class Loader:
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
         """Read the micro-batches of any step and plan, outside training if there are workers."""
         items = [(step, micro_batch) for micro_batch in plan]
+        # Before the workers start, this process must not open the data's files: see `read_apart`.
         if self.workers and self.iterator is None:
             return list(self.read_apart(self.source, items))
         return [self.source[item] for item in items]
