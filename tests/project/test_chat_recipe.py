@@ -193,6 +193,22 @@ def compare_exports(chat: Project, run: str) -> None:
     assert "library_name: transformers" in (merged / "README.md").read_text()
 
 
+def most_likely_answer(chat: Project, question: str, tokens: int) -> str:
+    """What the best checkpoint answers, by transformers alone."""
+    model, spec, _ = sys.modules[chat.name].load_trained(chat.folder / "runs/chat", "cpu", "best")
+    tokenizer = tokenizer_of(spec.base)
+    prompt = tokenizer.apply_chat_template(
+        said(question), add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    end = tokenizer.eos_token_id
+    with torch.no_grad():
+        result = model.generate(
+            **prompt, max_new_tokens=tokens, eos_token_id=end, pad_token_id=end, do_sample=False
+        )
+    answer = result[0, prompt["input_ids"].shape[1] :]
+    return tokenizer.decode(answer, skip_special_tokens=True)
+
+
 def test_it_trains_stops_and_is_exported(
     chat: Project, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -222,8 +238,10 @@ def test_it_trains_stops_and_is_exported(
     assert refused.startswith("--merge needs a directory named hf")
 
     capfd.readouterr()
-    chat(*words_of("infer"), "--tokens", "3")
-    assert capfd.readouterr().out.strip()
+    words_for_infer = words_of("infer")
+    chat(*words_for_infer, "--tokens", "20")
+    question = words_for_infer[words_for_infer.index("--prompt") + 1]
+    assert capfd.readouterr().out == f"{most_likely_answer(chat, question, 20)}\n"
 
     # The same numbers with recomputed blocks, and an early end where nothing improves.
     recomputed = ("--name", "recomputed", "--train.activation-checkpointing")

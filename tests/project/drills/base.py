@@ -100,6 +100,7 @@ def main(folder: Path, packages: list[str]) -> None:
             # they would wait for each other. All read from the path of rank 0.
             place = base if world.rank == 0 else folder / "missing.safetensors"
             assert go(f"{name}_{world.size}_missing", 2, init_from=place)
+    first.leave(world)
 
 
 if __name__ == "__main__":

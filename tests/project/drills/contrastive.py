@@ -76,6 +76,7 @@ def main(folder: Path, packages: list[str]) -> None:
                 raise AssertionError(f"{setting} batches of {value} were not refused")
     if world.rank == 0:
         (folder / f"{world.size}.json").write_text(json.dumps(losses))
+    first.leave(world)
 
 
 if __name__ == "__main__":

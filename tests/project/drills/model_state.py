@@ -97,6 +97,7 @@ def main(folder: Path, packages: list[str]) -> None:
         assert manifest["validation_loss"] == result.validation["validation_loss"]
     if world.rank == 0:
         print("noticed in", *packages)
+    importlib.import_module(f"{packages[0]}.distributed").leave(world)
 
 
 def train(package: str, run_dir: Path, world: Any, callback: Any) -> Any:
