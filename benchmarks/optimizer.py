@@ -1,7 +1,7 @@
 """How many steps, and seconds, Muon takes to AdamW's loss: the default language model, three seeds.
 
-AdamW has the rate that was the best of 2e-3, 3e-3, 4e-3, 6e-3 and 9e-3 (seed 0); Muon has what the
-preset says. Each schedule ends with its run's last step. The bits per byte are of text that no run
+AdamW has the rate that was the best of 2e-3, 3e-3, 4e-3, 6e-3 and 9e-3 (seed 0); Muon has its
+default. Each schedule ends with its run's last step. The bits per byte are of text that no run
 has seen; the seconds are those of the steps.
 """
 

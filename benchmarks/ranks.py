@@ -37,7 +37,7 @@ class Bench:
         override = self.part("dcp_async", "config").override
         config = self.part("dcp_async", "config")
         start = config.preset(preset) if preset else config.Config()
-        self.state = self.train.setup(override(start, settings))
+        self.state = self.train.setup(override(start, {"optim.name": "adamw", **settings}))
         self.step()
         self.rank, self.size = self.state.world.rank, self.state.world.size
         optimizer_tensors = self.part("dcp_async", "checkpoint.tensors").optimizer_tensors

@@ -61,6 +61,7 @@ def as_rank(folder: Path, way: str, smoke: bool) -> None:
     config = importlib.import_module(f"{PACKAGE}.config")
     layers, width = SIZES[smoke]
     changes = {"device": "cpu", "model.layers": layers, "model.width": width}
+    changes["optim.name"] = "adamw"
     changes["model.heads"] = width // 32
     from_files = way.startswith("from files")
     if from_files:

@@ -170,7 +170,7 @@ def test_help_begins_with_the_common_options(
     assert options[11:13] == ["train.steps", "train.epochs"]
     parts = list(dict.fromkeys(name.partition(".")[0] for name in options if "." in name))
     assert parts[:4] == ["train", "data", "model", "optim"]
-    assert "Settings to start from: default, gpt2_124m, tiny." in text
+    assert "Settings to start from: gpt2_124m, tiny." in text
     assert "workflow." not in text
 
 
@@ -297,8 +297,8 @@ def test_the_sweep_of_the_recipe(project: Project, monkeypatch: pytest.MonkeyPat
 
     monkeypatch.chdir(project.folder)
     code = recipe("python", "optuna").replace("my_training_run", project.name)
-    assert code.count('"default"') == code.count("n_trials=20") == 1
-    short = code.replace('"default"', '"tiny"').replace("n_trials=20", "n_trials=2")
+    assert code.count("preset()") == code.count("n_trials=20") == 1
+    short = code.replace("preset()", 'preset("tiny")').replace("n_trials=20", "n_trials=2")
     (project.folder / "sweep.py").write_text(short)
     environment = {**os.environ, "PYTHONPATH": str(project.folder / "src")}
     command = [sys.executable, "sweep.py"]

@@ -225,9 +225,10 @@ def test_the_average_of_a_schedule_free_optimizer_is_validated_and_saved(
 
 def test_complex_weights_have_no_fused_kernel(project: Project) -> None:
     optim, model = project.module("optim"), torch.nn.Linear(2, 2)
-    assert optim.build_optimizer(optim.OptimConfig(), model).defaults["fused"]
+    adamw = optim.OptimConfig(name="adamw")
+    assert optim.build_optimizer(adamw, model).defaults["fused"]
     model.phase = torch.nn.Parameter(torch.ones(2, 2, dtype=torch.complex64))
-    optimizer = optim.build_optimizer(optim.OptimConfig(name="adamw"), model)
+    optimizer = optim.build_optimizer(adamw, model)
     assert not optimizer.defaults["fused"]
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)

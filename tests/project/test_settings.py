@@ -50,6 +50,25 @@ def test_a_start_takes_the_settings_of_its_run(
     assert [record["step"] for record in records(run_dir)][-1] == steps
 
 
+@pytest.mark.parametrize("task", ["text", "image"])
+def test_each_default_stands_in_one_place(task: str, request: pytest.FixtureRequest) -> None:
+    """In a dataclass: the command line starts from `Config()`, and the preset "default" from it."""
+    project = request.getfixturevalue(task)
+    config = project.module("config")
+    assert "default" not in project.module("model").PRESETS
+    assert config.preset("") == config.preset("default") == config.Config()
+
+
+def test_a_preset_named_default_of_a_model_of_ones_own_applies_to_every_run(
+    text: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, presets = text.module("config"), text.module("model").PRESETS
+    monkeypatch.setitem(presets, "default", {"optim.name": "adamw", "optim.learning_rate": 1e-4})
+    assert config.preset("").optim.name == config.preset("tiny").optim.name == "adamw"
+    saved = {"optim.learning_rate": 1e-5}
+    assert config.preset("", saved=saved).optim.learning_rate == 1e-5
+
+
 @pytest.mark.parametrize("damage", ["{", '{"train": {"steps": "many"}}', '{"train": 3}'])
 def test_settings_that_cannot_be_read_end_the_start(
     text: Project, tmp_path: Path, damage: str

@@ -115,6 +115,24 @@ def test_recomputed_activations_update_buffers_once(image: Project, kind: Any, m
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
 
 
+def test_recomputed_activations_allow_several_backward_passes(image: Project) -> None:
+    """Of one graph, and of a gradient: each sees the buffers of the forward."""
+    found = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = Student()
+        if recompute:
+            image.module("compile").checkpoint_activations([model])
+        x = torch.rand(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
+        loss = model(x).square().sum()
+        (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + slope.square().sum()).backward(retain_graph=True)
+        loss.backward()
+        gradients = {name: p.grad for name, p in model.named_parameters()}
+        found.append(gradients | dict(model.named_buffers()))
+    torch.testing.assert_close(*found, rtol=1e-5, atol=1e-6)
+
+
 def test_random_numbers_of_a_step_stay_what_they_were(image: Project) -> None:
     """A run that goes on with a newer render has the dropout that it would have had."""
     sampling, drawn = image.module("sampling"), []

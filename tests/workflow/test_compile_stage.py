@@ -305,13 +305,39 @@ def test_a_mode_that_breaks_down_fails_and_a_missing_compiler_is_not_measured(ga
     bug = gate({"full": {"error": "CppCompileError: C++ compile error\nexpected ';' before '}'"}})
     assert bug.compiles["status"] == "fail" and "expected" not in bug.compiles["measured"]
     bare = {"error": "CppCompileError: C++ compile error\nPython.h: No such file or directory"}
-    assert gate({"full": bare}).compiles["status"] == "not_measured"
+    bare_headers = gate({"full": bare})
+    assert bare_headers.compiles["status"] == "not_measured"
+    assert "python3-dev" in bare_headers.compiles["advice"]
+    assert bare_headers.stage.figures["errors"]["full"] == bare["error"], "all of its lines"
     idle = gate({"full": FIGURES | {"graphs": 0}})
     assert idle.compiles["status"] == "fail" and "graphs 0" in idle.compiles["measured"]
     failed = FIGURES | {"error": "OSError: gone"}
     failed["compile_seconds"] = {"cold": 1.0, "warm": None}
     compiles = gate({"full": failed}).compiles
     assert compiles["status"] == "fail" and "OSError: gone" in compiles["measured"]
+
+
+def test_where_no_mode_was_tried_nothing_is_said_about_speed(gate) -> None:
+    skipped = {"skipped": "blocks(model) returns no blocks"}
+    untried = gate({"blocks": skipped})
+    assert untried.stage.status == "not_measured" == untried.compiles["status"]
+    assert "blocks (model.py)" in untried.compiles["advice"]
+    assert untried.stage.advice == []
+    assert gate({"blocks": skipped, "full": FIGURES}).stage.status == "pass"
+
+
+def test_what_a_crashed_compiler_printed_is_shown(
+    project: Project, gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def crash(*words: str, **options: Any) -> None:
+        raise project.module("errors").RankError(
+            "compile_trial cold ended with exit code -11\n  Fatal Python error: Segmentation fault"
+        )
+
+    stage = project.module("workflow.compile")
+    monkeypatch.setattr(stage, "run_task", crash)
+    result = stage.try_mode(project.config(run_dir=tmp_path), "full", tmp_path / "trial")
+    assert "exit code -11: Fatal Python error" in gate({"full": result}).compiles["measured"]
 
 
 def test_an_error_of_the_compiler_is_a_finding(

@@ -151,6 +151,16 @@ def test_a_damaged_trace_fails(project: Project, monkeypatch: pytest.MonkeyPatch
     assert content["figures"]["diagnosis"] is None
 
 
+def test_a_damaged_result_of_compile_is_refused_before_anything_is_measured(
+    project: Project, tmp_path: Path
+) -> None:
+    (tmp_path / "workflow").mkdir()
+    (tmp_path / "workflow/compile.json").write_text("{}")
+    line = project.refuses("profile", *Project.settings, "--run-dir", str(tmp_path))
+    assert "compile.json is damaged" in line and line.count("compile.json") == 1
+    assert not (tmp_path / "traces").exists()
+
+
 def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Path) -> None:
     """By an error that all ranks agree on; it fails the check."""
     whole = gzip.compress(json.dumps({"traceEvents": []}).encode())
@@ -267,7 +277,14 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
     assert "micro-batch" not in stage.advice("host-bound", alone, empty, config, 2)
     gap = empty._replace(longest_gap=traces.NamedGap(0.9, "aten::mm", "aten::add"))
     assert "after aten::mm and before aten::add" in told("host-bound", gap)
-    assert "Python code" in told("host-bound", gap) and "Python" not in told("host-bound")
+    assert "Python code at" in told("host-bound", gap)
+    assert "Python code at" not in told("host-bound")
+    # Tracing slows down the host: a gap is compared with the gaps of the same, traced, steps.
+    short = empty._replace(longest_gap=traces.NamedGap(0.15, "aten::mm", "aten::add"))
+    assert "Python code at" not in told("host-bound", short, shares=(0.2, 0.05, 0.5, 0.2, 0.05))
+    assert "the device idles 20% of a step" in told("host-bound")
+    on_cpu = told("host-bound", empty._replace(device=False))
+    assert "device" not in on_cpu and "Python code outside of operators takes 20%" in on_cpu
     assert "--train.loader-workers 6" in told("input-bound", train__loader_workers=3)
     assert "uint8" in told("input-bound", shares=(0.1, 0, 0.2, 0, 0.7))
     assert "--train.global-batch-size" in told("communication-bound")

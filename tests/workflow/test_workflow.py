@@ -249,6 +249,13 @@ def test_a_stage_that_breaks_down_is_no_pass(
     assert workflow() == (0, ["baseline", "compile"])
     assert "damaged" in capsys.readouterr().out
 
+    def fail(run_dir: Path) -> None:
+        raise project.module("errors").RankError(f"{run_dir} cannot be loaded: KeyError: 'x'")
+
+    monkeypatch.setattr(project.module("workflow.report"), "publish_report", fail)
+    assert workflow()[0] == 0, "that of the stages"
+    assert "no report: " in capsys.readouterr().out
+
 
 def test_the_settings_of_stages_are_none_of_a_run(project: Project, tmp_path: Path) -> None:
     project("train", *Project.settings, "--train.steps", "2", "--run-dir", str(tmp_path))
@@ -435,6 +442,34 @@ def test_whiskers_stay_inside_the_axes(project: Project) -> None:
     least, most = limits(plots.Bar("one", 10.0, 9.0, 11.0), plots.Bar("two", 12.0, 1.0, 300.0))
     assert least == 0 and most > 1.1 * 300
     assert limits(plots.Bar("none", 0.0)) == (0, 1)
+
+
+def test_curves_show_all_that_they_have(project: Project) -> None:
+    """A single point, records without a value, and a metric of one's own in bytes."""
+    plots = project.module("workflow.plots")
+
+    def line(records: list[dict[str, Any]], name: str = "loss") -> Any:
+        axes = Figure().subplots()
+        plots.curves(axes, records, name, {name: "training"})
+        (drawn,) = axes.lines
+        return drawn
+
+    assert line([{"step": 1, "loss": 2.0}]).get_marker() == "o"
+    gaps = line([{"step": 1, "loss": 2.0}, {"step": 2, "loss": None}, {"step": 3, "loss": 1.0}])
+    assert list(gaps.get_xdata()) == [1, 3] and gaps.get_marker() == "None"
+    assert list(line([{"step": 1, "sent_bytes": 5.0}], "sent_bytes").get_ydata()) == [5.0]
+    axes = Figure().subplots()
+    plots.memory(axes, [{"step": 1, "host_bytes": 3e9}, {"step": 2, "host_bytes": 4e9}])
+    assert list(axes.lines[0].get_ydata()) == [3.0, 4.0] and axes.get_ylim()[0] == 0
+
+
+def test_numbers_of_any_size_are_readable(project: Project) -> None:
+    plots = project.module("workflow.plots")
+    for value, text in ((45678.9, "45,680"), (12.345, "12.35"), (0.00012, "0.00012"), (0, "0")):
+        assert plots.four_digits(value) == text
+    assert plots.three_digits(1234.5) == "1,230"
+    for seconds, text in ((0.9996, "1,000 ms"), (0.25, "250 ms"), (1500 * plots.DAY, "1,500 d")):
+        assert plots.in_time(seconds) == text
 
 
 def test_a_report_of_what_there_is(project: Project, tmp_path: Path) -> None:

@@ -328,8 +328,8 @@ def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
 def require_same_model(model: nn.Module, world: World) -> None:
     """Raise UserError, on every rank, unless all have built the same tensors in the same order.
 
-    DDP's broadcast, and an optimizer that divides its work, match tensors of the ranks by their
-    order. With different orders they would mix up layers of the same shape.
+    Collective. DDP's broadcast, and an optimizer that divides its work, match tensors of the ranks
+    by their order. With different orders they would mix up layers of the same shape.
     """
     if world.size == 1:
         return

@@ -40,14 +40,8 @@ class ModelConfig:
             raise UserError("--model.dropout must be in [0, 1)")
 
 
-# Settings by dotted name; "default" is the ground that the others stand on.
+# Named groups of settings, for --preset. Each changes the defaults of the dataclasses.
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": {
-        "train.steps": 300,
-        "train.global_batch_size": 64,
-        "train.micro_batch_size": 64,
-        "optim.learning_rate": 2e-3,
-    },
     "tiny": {
         "model.layers": 2,
         "model.width": 16,

@@ -8,11 +8,19 @@ from torch import nn
 from .errors import UserError
 from .schedule import ScheduleConfig
 
+# The default of --train.global-batch-size and --train.micro-batch-size. The learning rate below is
+# tuned for it.
+BATCH_SIZE = 64
+# The default of --train.validate-samples (0: all).
+VALIDATION_SAMPLES = 0
+
 
 @dataclass(frozen=True)
 class OptimConfig(ScheduleConfig):
     """AdamW, and the schedule of its rate."""
 
+    learning_rate: float = 2e-3
+    """Peak learning rate."""
     weight_decay: float = 0.1
     """Decoupled weight decay, relative to the learning rate."""
     beta1: float = 0.9

@@ -46,18 +46,8 @@ class ModelConfig:
             raise UserError("--model.dropout must be in [0, 1)")
 
 
-# Settings by dotted name; "default" is the ground that the others stand on.
+# Named groups of settings, for --preset. Each changes the defaults of the dataclasses.
 PRESETS: dict[str, dict[str, Any]] = {
-    "default": {
-        "data.context": 128,
-        "train.steps": 300,
-        "train.global_batch_size": 16,
-        "train.micro_batch_size": 16,
-        "train.validate_samples": 256,
-        "optim.name": "muon",
-        "optim.learning_rate": 2e-2,
-        "optim.momentum": 0.9,
-    },
     # GPT-2's size and batch; for token files: --data.path FOLDER (train.bin, val.bin).
     "gpt2_124m": {
         "model.layers": 12,

@@ -12,12 +12,21 @@ from .errors import UserError
 from .model import blocks
 from .schedule import ScheduleConfig
 
+# The default of --train.global-batch-size and --train.micro-batch-size. The learning rate below is
+# tuned for it.
+BATCH_SIZE = 16
+# The default of --train.validate-samples (0: all).
+VALIDATION_SAMPLES = 256
+
 
 @dataclass(frozen=True)
 class OptimConfig(ScheduleConfig):
     """The optimizer, and the schedule of its rate."""
 
-    name: Literal["adamw", "muon"] = "adamw"
+    # Tuned for Muon. With adamw, start with a lower rate, such as 1e-3.
+    learning_rate: float = 2e-2
+    """Peak learning rate."""
+    name: Literal["adamw", "muon"] = "muon"
     """Optimizer; muon updates the matrices of the blocks, AdamW everything else."""
     weight_decay: float = 0.1
     """Decoupled weight decay, relative to the learning rate."""
@@ -25,7 +34,7 @@ class OptimConfig(ScheduleConfig):
     """Decay of AdamW's mean of the gradients, per step."""
     beta2: float = 0.95
     """Decay of AdamW's mean of the squared gradients, per step."""
-    momentum: float = 0.95
+    momentum: float = 0.9
     """Decay of Muon's mean of the gradients, per step."""
     clip: float = 1.0
     """Gradient norm to clip to (0: off)."""

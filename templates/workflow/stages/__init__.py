@@ -3,7 +3,6 @@
 This module does not import torch, so that `--help` is fast.
 """
 
-import contextlib
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ class WorkflowConfig:
     hours_between_failures: float = 24.0
     """Mean hours between failures of the job, including preemptions; sets the save interval."""
     keep_going: bool = False
-    """Continue after a failed gate."""
+    """Continue after a failed stage."""
     force: bool = False
     """Repeat stages that were already measured with these settings and this code."""
 
@@ -50,7 +49,8 @@ def run_command(
 ) -> int:
     """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class.
 
-    The workflow measures the stage `measure_again` even if its result could be reused.
+    `workflow` also passes the arguments on to the processes of its stages. It measures the stage
+    `measure_again` even if its result could be reused; only `workflow=full` asks for that.
     """
     if name == "fit":
         from .fit import FitConfig, fit
@@ -68,9 +68,11 @@ def run_command(
     config = parse(StageConfig)
     if name == "workflow":
         code = run_stages(config, arguments, measure_again)
-        # A crashed stage may have left nothing to report.
-        with contextlib.suppress(UserError, RankError):
+        try:
             print(f"report: {publish_report(config.directory)}")
+        except (UserError, RankError) as error:
+            # The code of the stages counts. A crashed stage may have left nothing to report.
+            print(f"no report: {error}")
         return code
     # A stage's module has the same name, except for the checkpoint stage.
     module = "recovery" if name == "checkpoint" else name

@@ -336,10 +336,10 @@ def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple
 
 
 def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
-    """Write settings that differ from the default preset, with reasons, for `train --config`."""
+    """Write settings that differ from the defaults, with reasons, for `train --config`."""
     config = override(given, values_of(taken))
-    usual = dict(flatten(to_json(preset("default", StageConfig))))
-    lines = ["# Settings that the workflow recommends, on top of --preset default."]
+    usual = dict(flatten(to_json(preset("", StageConfig))))
+    lines = ["# Settings that the workflow recommends, on top of the defaults."]
     for name, value in flatten(to_json(config)):
         section = name.partition(".")[0]
         # TOML has no null.

@@ -24,7 +24,8 @@ from .timing import describe, spread, steps_of_run
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")
 # Time limit of a process in seconds.
 TIMEOUT = 1800.0
-NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing|Python.h: No such file")
+NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing")
+NO_HEADERS = "Python.h: No such file"
 # The maximum number of printed findings per check; the stage's file has all.
 SHOWN = 6
 
@@ -35,7 +36,7 @@ FINDINGS_ADVICE = (
 
 
 def measure(config: Config) -> int:
-    """Run the stage; return 0 if all checks pass, else 1."""
+    """Run the stage; return 1 if a check failed, else 0."""
     stage = Stage("compile", config)
     modes: dict[str, ModeResult] = {}
     with tempfile.TemporaryDirectory(prefix="compile-") as scratch:
@@ -46,7 +47,10 @@ def measure(config: Config) -> int:
 
 
 def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
-    """Measure one mode, cold and warm; "skipped" or "error" in the result explain a failure."""
+    """Measure one mode, cold and warm; "skipped" or "error" in the result explain a failure.
+
+    Raises UserError if the project refuses the settings.
+    """
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     folder.mkdir()
     write_json(folder / "settings.json", to_json(override(config, {"compile.mode": mode})))
@@ -54,14 +58,16 @@ def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
     result: ModeResult = {}
     try:
         result = run_task("compile_trial", folder, "cold", seconds=TIMEOUT, **cache)
-        # Other backends have no cache.
+        # Other backends have no cache to measure.
         if "graphs" in result and config.compile.backend == "inductor":
             warm = run_task("compile_trial", folder, "warm", seconds=TIMEOUT, **cache)
             result["compile_seconds"]["warm"] = warm.pop("seconds", None)
+            # What is left is an error of the warm process, if any.
             result |= warm
     except RankError as error:
-        # The compiler has crashed its process.
-        result["error"] = str(error)
+        # The compiler has crashed its process. The first line says how that ended; the next has
+        # what it printed. Only one line is shown, so join them.
+        result["error"] = str(error).replace("\n  ", ": ", 1)
     if "refused" in result:
         # The project itself refuses these settings, which is not a finding about the compiler.
         raise UserError(result["refused"])
@@ -71,7 +77,8 @@ def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
 def judge(stage: Stage, modes: dict[str, ModeResult]) -> None:
     """Turn the measurements into checks, results and advice."""
     compiled = {mode: result for mode, result in modes.items() if "graphs" in result}
-    stage.figures |= {"modes": compiled, "best": "none"}
+    errors = {mode: result["error"] for mode, result in modes.items() if "error" in result}
+    stage.figures |= {"modes": compiled, "errors": errors, "best": "none"}
     judge_compiling(stage, modes)
     if compiled:
         explained = "none, or each with its location and reason"
@@ -101,11 +108,17 @@ def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
             outcomes.append(outcome)
             if not result["graphs"]:
                 errors.append(f"{mode}: no graph was compiled")
-    passed = not errors
+    passed: bool | None = not errors
     advice = "try --compile.backend aot_eager, then eager, to narrow down the cause"
     if any(NO_COMPILER.search(error) for error in errors):
         passed = None
         advice = "inductor needs a C++ compiler on a CPU (apt install g++) and Triton on a GPU"
+    if any(NO_HEADERS in error for error in errors):
+        passed = None
+        advice = "inductor needs the headers of Python (apt install python3-dev)"
+    if all("skipped" in result for result in modes.values()):
+        passed = None
+        advice = "return the repeated layers of the model in blocks (model.py)"
     first_lines = [error.partition("\n")[0] for error in errors]
     measured = "; ".join(outcomes + first_lines)
     stage.check("compiles", passed, measured=measured, wanted="every mode compiles", advice=advice)
@@ -150,7 +163,7 @@ def describe_findings(compiled: dict[str, ModeResult], name: str) -> str:
 
 def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
     """Compare compiled with eager steps on the same weights, batches and random numbers."""
-    passed = True
+    differing: list[str] = []
     limit = PRECISE
     texts: list[str] = []
     for mode, result in compiled.items():
@@ -158,12 +171,16 @@ def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
         loss = f"loss {difference['loss']:.1e}"
         texts.append(f"{mode}: {loss}, gradients {difference['gradients']:.1e}")
         if differs(result):
-            passed = False
+            differing.append(mode)
         if not result["precise"]:
             limit = ROUNDED
     measured = f"after {STEPS} steps, relative to eager: {'; '.join(texts)}"
     wanted = f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}"
-    advice = "do not train with it; try --compile.backend aot_eager to see if inductor is at fault"
+    advice = (
+        f"do not train with {' and '.join(differing)}; try --compile.backend aot_eager to see if "
+        "inductor is at fault"
+    )
+    passed = not differing
     stage.check("numerics", passed, measured=measured, wanted=wanted, advice=advice)
 
 
@@ -198,7 +215,7 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
     problems: dict[str, str] = {}
     faster: list[str] = []
     for mode, result in modes.items():
-        problem = problem_of(result, steps)
+        problem = reason_against(result, steps)
         if problem:
             problems[mode] = problem
         elif result.get("paid_after"):
@@ -218,6 +235,7 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
             # The speedup is relative to eager steps, not to the mode that was given.
             recommend(stage, "compile.mode", best)
         return
+    # If a measurement is missing, there is nothing to say about speed.
     if problems or stage.status == "pass":
         reasons = "; ".join(f"{mode}: {problem}" for mode, problem in problems.items())
         advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
@@ -235,7 +253,7 @@ def best_of(faster: list[str], modes: dict[str, ModeResult]) -> str:
     return "blocks"
 
 
-def problem_of(result: ModeResult, steps: int) -> str:
+def reason_against(result: ModeResult, steps: int) -> str:
     """Return a reason not to train this many steps with a mode, or ""."""
     if "error" in result:
         first_line, _, _ = result["error"].partition("\n")

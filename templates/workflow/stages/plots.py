@@ -72,36 +72,43 @@ def picture(title: str, paint: Callable[..., None], *data: Any) -> Picture:
     return Picture(title, image)
 
 
-def curves(axes: Axes, records: list[dict[str, Any]], ylabel: str, names: dict[str, str]) -> None:
-    """Plot metrics by step, each from the records that have it; bytes are converted to GB.
+def curves(
+    axes: Axes,
+    records: list[dict[str, Any]],
+    ylabel: str,
+    names: dict[str, str],
+    unit: float = 1.0,
+) -> None:
+    """Plot metrics by step, in multiples of `unit`, each from the records that have it.
 
     `names` maps the metrics to their labels.
     """
     for metric, name in names.items():
-        unit = 1
-        if metric.endswith("bytes"):
-            unit = 1e9
-        # Validations are few, so their points get markers.
-        style = "-"
-        if name == "validation":
-            style = "o-"
         steps = []
         values = []
         for record in records:
-            if metric in record:
+            if record.get(metric) is not None:
                 steps.append(record["step"])
                 values.append(record[metric] / unit)
+        # Validations are few, so their points get markers. A single point has no line.
+        style = "-"
+        if metric.startswith("validation_") or len(steps) == 1:
+            style = "o-"
         if steps:
             axes.plot(steps, values, style, label=name)
     axes.set(xlabel="step", ylabel=ylabel.replace("_", " "))
-    if names is MEMORY:
-        axes.set_ylim(bottom=0)
     if axes.lines:
         axes.legend()
 
 
-def bars(axes: Axes, rows: list[Bar], xlabel: str, label: Callable[[float], str]) -> None:
-    """Plot a horizontal bar for each row, the first on top; `label` formats its value."""
+def memory(axes: Axes, records: list[dict[str, Any]]) -> None:
+    """Plot the memory of a run by step."""
+    curves(axes, records, "GB", MEMORY, unit=1e9)
+    axes.set_ylim(bottom=0)
+
+
+def bars(axes: Axes, rows: list[Bar], xlabel: str, format_value: Callable[[float], str]) -> None:
+    """Plot a horizontal bar for each row, the first on top."""
     longest = 0.0
     # Bar 0 is at the bottom.
     upwards = list(reversed(rows))
@@ -113,7 +120,11 @@ def bars(axes: Axes, rows: list[Bar], xlabel: str, label: Callable[[float], str]
             end = max(row.value, row.low, row.high)
         longest = max(longest, end)
         axes.annotate(
-            label(row.value), xy=(end, y), xytext=(5, 0), textcoords="offset points", va="center"
+            format_value(row.value),
+            xy=(end, y),
+            xytext=(5, 0),
+            textcoords="offset points",
+            va="center",
         )
     axes.set_yticks(range(len(upwards)), [row.label for row in upwards])
     # Leave room for the numbers next to the bars.
@@ -141,6 +152,7 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
         ranks.append(int(count))
         strong.append(record["strong"]["samples_per_second"])
         weak.append(record["weak"]["samples_per_second"])
+    # The first record is that of one process.
     no_loss = [strong[0] * count for count in ranks]
     axes.plot(ranks, no_loss, ":", color=GREY, label="ideal")
     axes.plot(ranks, strong, "o-", label="same global batch")
@@ -150,13 +162,15 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
 
 
 def three_digits(value: float) -> str:
-    """Format a number with three significant digits."""
-    return f"{value:.3g}"
+    """Format a number with three significant digits, and thousands separators."""
+    rounded = float(f"{value:.3g}")
+    return f"{rounded:,.10g}"
 
 
 def four_digits(value: float) -> str:
-    """Format a number with four significant digits and thousands separators."""
-    return f"{value:,.4g}"
+    """Format a number with four significant digits, and thousands separators."""
+    rounded = float(f"{value:.4g}")
+    return f"{rounded:,.10g}"
 
 
 def whole_number(value: float) -> str:
@@ -167,11 +181,11 @@ def whole_number(value: float) -> str:
 def in_time(seconds: float) -> str:
     """Format a duration in a suitable unit."""
     if seconds >= 2 * DAY:
-        return f"{seconds / DAY:.3g} d"
+        return f"{three_digits(seconds / DAY)} d"
     if seconds >= 2 * HOUR:
-        return f"{seconds / HOUR:.3g} h"
+        return f"{three_digits(seconds / HOUR)} h"
     if seconds >= 10 * MINUTE:
-        return f"{seconds / MINUTE:.3g} min"
+        return f"{three_digits(seconds / MINUTE)} min"
     if seconds >= 1:
-        return f"{seconds:.3g} s"
-    return f"{1e3 * seconds:.3g} ms"
+        return f"{three_digits(seconds)} s"
+    return f"{three_digits(1e3 * seconds)} ms"

@@ -33,7 +33,7 @@ CAUSES = {
 
 
 def measure(config: Config) -> int:
-    """Run the stage; return 0 if all checks pass, else 1."""
+    """Run the stage; return 1 if a check failed, else 0."""
     world = join(config.parallel, config.device)
     group = Group(world)
     # Only one process can lock a stage. If rank 0 cannot, all ranks get its error.
@@ -41,6 +41,8 @@ def measure(config: Config) -> int:
     with group.together():
         if group.is_first:
             stage = Stage("profile", config)
+            # The advice needs this result. If its file is damaged, say so before measuring.
+            read_stage(config.directory, "compile")
     state = setup(config, world)
     if group.is_first:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
@@ -78,7 +80,8 @@ def measure(config: Config) -> int:
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
     """Trace some training steps."""
-    # The step after the window is idle, so torch's averages are those of the window.
+    # In the step after the window, the profiler ends the window. That step has to be idle: in a
+    # new window, torch's averages would start again. So there is at least one idle step.
     every = max(1, config.wait) + config.warmup + config.active
     tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
@@ -93,8 +96,8 @@ def judge_steps(
 ) -> None:
     """Report where the time goes and what to try; an untraced step takes `untraced` seconds."""
     # The slowest rank spends the least time in communication, where the others wait for it.
-    exposed = [rank.fractions["communication"] for rank in ranks]
-    slowest = exposed.index(min(exposed))
+    communicating = [float(rank.seconds[:, COMMUNICATION].sum()) for rank in ranks]
+    slowest = communicating.index(min(communicating))
     compilations = max(each_rank.compilations for each_rank in ranks)
     # Whichever rank compiles, it holds up all of them.
     rank = ranks[slowest]._replace(compilations=compilations)
@@ -124,10 +127,10 @@ def judge_steps(
     stage.figures |= {"shares": fractions, "diagnosis": diagnosis}
     if len(ranks) > 1:
         compare_ranks(stage, ranks, slowest)
-    size = len(ranks)
-    advise(stage, f"{diagnosis}: {advice(diagnosis, fractions, rank, stage.config, size)}")
+    world_size = len(ranks)
+    advise(stage, f"{diagnosis}: {advice(diagnosis, fractions, rank, stage.config, world_size)}")
     for other in others:
-        advise(stage, f"also {other}: {advice(other, fractions, rank, stage.config, size)}")
+        advise(stage, f"also {other}: {advice(other, fractions, rank, stage.config, world_size)}")
 
 
 def show_operators(stage: Stage, rank: Breakdown) -> None:
@@ -217,9 +220,11 @@ def evidence(diagnosis: str, fractions: dict[str, float], rank: Breakdown) -> st
         return f"copies between host and device take {fractions['copies']:.0%} of a step"
     if diagnosis == "host-bound":
         gap = rank.longest_gap
-        lengths = f"{gap.seconds * 1e3:.2g} of {rank.step_seconds * 1e3:.3g} ms"
+        lengths = f"{gap.seconds * 1e3:.2g} ms of a traced step of {rank.step_seconds * 1e3:.3g} ms"
         between = f"after {gap.after[:48]} and before {gap.before[:48]}"
-        idle = f"the device idles {fractions['host']:.0%} of a step, waiting for the host"
+        idle = f"Python code outside of operators takes {fractions['host']:.0%} of a step"
+        if rank.device:
+            idle = f"the device idles {fractions['host']:.0%} of a step, waiting for the host"
         return f"{idle}; the longest gap, {lengths}, is {between}"
     if diagnosis == "communication-bound":
         return f"exposed communication is {fractions['communication']:.0%} of a step"
@@ -237,8 +242,7 @@ def remedies(
     """List what to try for a diagnosis with these settings; [] if there is nothing left to try."""
     train = config.train
     tries: list[str] = []
-    # Always read it, so that a damaged result of the compile stage is reported.
-    compiling = compile_remedy(config)
+    compile_tries = compile_remedy(config)
     if diagnosis == "recompiling":
         tries.append(f"`{command_for('compile', config.directory)}`, which names the guards")
         tries.append("--compile.dynamic True, or data of a fixed length")
@@ -250,16 +254,18 @@ def remedies(
         tries.append("a step without .item(), .cpu() and print, which copy and wait")
     if diagnosis == "host-bound":
         # One long gap means slow Python code at that point; many short gaps mean small kernels.
-        if rank.longest_gap.seconds > 0.2 * fractions["host"] * rank.step_seconds:
+        # The gap was traced, so compare it with the gaps as they were traced.
+        all_gaps = rank.fractions["host"] * rank.step_seconds
+        if rank.longest_gap.seconds > 0.2 * all_gaps:
             return ["to move the Python code at that point out of the step"]
-        tries += compiling
+        tries += compile_tries
         if train.micro_batch_size < train.global_batch_size // world_size:
             larger = f"--train.micro-batch-size {2 * train.micro_batch_size}"
             tries.append(f"larger micro-batches ({larger})")
     if diagnosis == "kernel-bound":
         if rank.device and train.precision == "fp32":
             tries.append("--train.precision bf16")
-        tries += compiling
+        tries += compile_tries
     if diagnosis == "communication-bound":
         if parallel.reshards_after_forward(config.parallel):
             tries.append("--parallel.no-reshard-after-forward")

@@ -253,7 +253,7 @@ def overview(sections: dict[str, JsonObject], records: list[JsonObject]) -> list
     pictures.append(
         plots.picture("Throughput by stage", plots.bars, rates, unit, plots.whole_number)
     )
-    pictures.append(plots.picture("Memory of the run", plots.curves, records, "GB", plots.MEMORY))
+    pictures.append(plots.picture("Memory of the run", plots.memory, records))
     return pictures
 
 

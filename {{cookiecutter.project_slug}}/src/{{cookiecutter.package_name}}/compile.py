@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils import stateless
 from torch.utils.checkpoint import checkpoint
 
@@ -47,23 +47,41 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
 def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
     """Wrap a block's forward so that backward recomputes its activations."""
     forward = block.forward
-    # A forward may change saved buffers, such as batch statistics.
+    # A forward may change the buffers of a checkpoint, such as batch statistics.
     buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
-        # The second forward must see the same buffers as the first, and must not update them again,
-        # so it gets copies. Compiled code updates a buffer only once anyway.
+        # Compiled code changes a buffer only once, however often it computes the forward.
         if buffer_names and not torch.compiler.is_compiling():
             before = {name: block.get_buffer(name).clone() for name in buffer_names}
 
             def contexts() -> tuple[Any, Any]:
-                second = stateless._reparametrize_module(block, before)
-                return contextlib.nullcontext(), second
+                return contextlib.nullcontext(), EarlierBuffers(block, before)
 
             named["context_fn"] = contexts
         return checkpoint(forward, *arguments, use_reentrant=False, **named)
 
     return recomputed
+
+
+class EarlierBuffers:
+    """Context in which a block has the buffers of its first forward, to recompute that forward.
+
+    What a forward changes here is dropped. Each backward through the block enters this once; with
+    `retain_graph` there may be several.
+    """
+
+    def __init__(self, block: nn.Module, before: dict[str, Tensor]) -> None:
+        self.block = block
+        self.before = before
+        self.swapped = contextlib.ExitStack()
+
+    def __enter__(self) -> None:
+        copies = {name: buffer.clone() for name, buffer in self.before.items()}
+        self.swapped.enter_context(stateless._reparametrize_module(self.block, copies))
+
+    def __exit__(self, *error: object) -> None:
+        self.swapped.close()
 
 
 def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: CompileConfig) -> None:
@@ -83,9 +101,9 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         # DDP can split a compiled graph at its bucket boundaries. In a whole model that overlaps
         # communication with backward; blocks would only be split into pieces.
         torch._dynamo.config.optimize_ddp = mode == "full"
-    kernels = "max-autotune-no-cudagraphs" if config.autotune else None
+    torch_mode = "max-autotune-no-cudagraphs" if config.autotune else None
     options: dict[str, Any] = {
-        "mode": kernels,
+        "mode": torch_mode,
         "dynamic": config.dynamic,
         "backend": config.backend,
     }
@@ -111,8 +129,8 @@ class Compiling:
     """Callback for runs that compile: holds back stop signals and logs a summary at the end."""
 
     # A stop signal goes to the whole process group. It would kill the compiler's subprocesses, and
-    # so fail the step. It is therefore blocked while the compiler works, and also in subprocesses,
-    # which inherit the mask. It arrives once the compiler is done.
+    # so fail the step. So the signal is blocked while the compiler works; subprocesses inherit the
+    # mask. The signal arrives once the compiler is done.
     def __enter__(self) -> "Compiling":
         handler = torch._dynamo.callback_handler
         handler.register_start_callback(self._block)
@@ -157,5 +175,6 @@ def compile_summary() -> str:
     ]
     failures = [entry.fail_reason for entry in entries if entry.fail_reason]
     if failures:
-        parts.append(f"runs eagerly: {failures[0].splitlines()[0]}")
+        reason = failures[0].splitlines()[0]
+        parts.append(f"functions that run eagerly: {len(failures)}, such as: {reason}")
     return "; ".join(parts)

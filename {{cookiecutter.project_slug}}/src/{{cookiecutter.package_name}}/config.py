@@ -26,7 +26,7 @@ from .distributed.parallel import ParallelConfig
 from .errors import UserError
 from .files import expand_home, flatten, read_json, to_json
 from .model import PRESETS, ModelConfig
-from .optim import OptimConfig
+from .optim import BATCH_SIZE, VALIDATION_SAMPLES, OptimConfig
 from .run.directory import OF_ONE_RUN
 from .run.tracker import TrackerConfig
 
@@ -45,15 +45,15 @@ class TrainConfig:
     """Total optimizer steps; raise it to train a finished run further."""
     epochs: float = 0.0
     """Passes over the training data, from which `steps` follows (0: use `steps`)."""
-    global_batch_size: int = 32
+    global_batch_size: int = BATCH_SIZE
     """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
-    micro_batch_size: int = 32
+    micro_batch_size: int = BATCH_SIZE
     """Samples per forward on each rank; gradients of the rest are accumulated."""
     log_every: int = 10
     """Steps between log lines, which are also the lines of metrics.jsonl."""
     validate_every: int = 100
     """Steps between validations (0: never)."""
-    validate_samples: int = 0
+    validate_samples: int = VALIDATION_SAMPLES
     """Validation samples, the same ones each time (0: all)."""
     validate_batch_size: int = 0
     """Samples per forward on each rank in a validation (0: as in training)."""

@@ -110,7 +110,7 @@ def names_of_base(
 ) -> tuple[set[str], dict[str, str]]:
     """Return the names of the frozen parameters that a file has, and the tied ones among them.
 
-    The file has a tied parameter under another name, to which the dictionary maps.
+    The file has a tied parameter under another name, to which the dictionary maps. Not collective.
     """
     stored = weight_names(file.forms, shapes_and_dtypes(model))
     frozen: list[tuple[str, nn.Parameter]] = []

@@ -25,7 +25,7 @@ FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 # The end of the file: a sha256 of 64 hex digits and the characters that close the JSON.
 SEAL = b'%s"\n}'
-SEALED = 64 + 3
+SEAL_LENGTH = 64 + 3
 # A manifest, and its problems.
 Verified = tuple[dict[str, Any], list[str]]
 # Read errors that mean damage. EBADMSG comes from storage with its own checksums.
@@ -57,7 +57,7 @@ def problem_of(path: Place, error: OSError) -> RankError:
 
 @contextlib.contextmanager
 def reading(path: Place) -> Iterator[None]:
-    """Convert any error of a library into a one-line CheckpointError."""
+    """Convert an error of a library into a one-line CheckpointError; our own errors pass."""
     try:
         yield
     except (UserError, RankError):
@@ -81,9 +81,9 @@ def read_manifest(path: Place) -> dict[str, Any]:
             content = file.read()
     except OSError as error:
         raise problem_of(path / MANIFEST, error) from error
-    text = content[:-SEALED]
+    text = content[:-SEAL_LENGTH]
     digest = hashlib.sha256(text).hexdigest()
-    if content[-SEALED:] != SEAL % digest.encode():
+    if content[-SEAL_LENGTH:] != SEAL % digest.encode():
         raise CheckpointError(f"{MANIFEST} does not match its own digest")
     try:
         manifest = _in_this_release(json.loads(content))
@@ -99,7 +99,11 @@ def read_manifest(path: Place) -> dict[str, Any]:
 
 
 def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Add the fields that earlier releases did not write; raises anything for an invalid field."""
+    """Check the types and file names of a manifest, and add the fields that it may lack.
+
+    Earlier releases did not write all of them. Raises CheckpointError, or any other error for a
+    field of the wrong type.
+    """
     version = manifest["format_version"]
     # Not isinstance, since True is an int that equals 1.
     if type(version) is not int or version != FORMAT_VERSION:
@@ -121,7 +125,9 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
         }
     # Earlier releases stored only the validation loss.
     loss = manifest.get("validation_loss")
-    rule, score = manifest.get("score") or ["min validation_loss", loss]
+    rule, score = "min validation_loss", loss
+    if manifest.get("score"):
+        rule, score = manifest["score"]
     # Adding 0.0 converts a number to a float and rejects a string, which `float` would convert.
     manifest["validation_loss"] = None if loss is None else loss + 0.0
     manifest["score"] = ["" + rule, None if score is None else score + 0.0]
