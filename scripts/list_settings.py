@@ -53,6 +53,8 @@ def type_name(hint: Any) -> str:
         return type_name(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return ", ".join(f"`{choice}`" for choice in get_args(hint))
+    if hint == bool | None:
+        return "`None`, `True`, `False`"
     if isinstance(hint, UnionType) or get_origin(hint) is not None:
         kinds = [kind for kind in get_args(hint) if kind not in (NoneType, Ellipsis)]
         text = " or ".join(type_name(kind) for kind in kinds)
