@@ -145,10 +145,14 @@ def tokenizer_of(spec: "Spec") -> Tokenizer | None:
 def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer from its file; UserError if that fails."""
     try:
-        return Tokenizer.from_str(path.read_text("utf-8"))
+        tokenizer = Tokenizer.from_str(path.read_text("utf-8"))
     # The package raises plain exceptions.
     except Exception as error:
         raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
+    # transformers may have saved these. They would cut each document, or fill it up with padding.
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    return tokenizer
 
 
 def digest_of(tokenizer: Tokenizer) -> str:

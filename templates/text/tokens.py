@@ -109,13 +109,13 @@ def write_tokens(options: TokensConfig) -> str:
     Raises UserError if the text or a path cannot be used.
     """
     folder = options.to
-    partial = folder.with_name(f"{folder.name}.partial")
     if not options.text.exists():
         raise UserError(f"--text: {options.text.absolute()} does not exist")
     if folder.resolve().is_relative_to(options.text.resolve()):
         raise UserError(f"--to {folder} is inside the folder of the text: choose another folder")
     if os.path.lexists(folder):
         raise UserError(f"--to {folder} exists already: remove it, or choose another folder")
+    partial = folder.with_name(f"{folder.name}.partial")
     root, pieces = divide(options.text, options.field)
     given = None
     if options.tokenizer:
@@ -208,6 +208,7 @@ def text_files(text: Path) -> list[Path]:
     """List the text files in a fixed order, without hidden and binary ones."""
     texts: list[Path] = []
     left_out: list[Path] = []
+    not_utf8: list[Path] = []
     paths: list[Path] = []
     if text.is_file():
         paths.append(text)
@@ -218,13 +219,31 @@ def text_files(text: Path) -> list[Path]:
     for path in sorted(paths):
         check_regular([path])
         with open(path, "rb") as file:
-            is_binary = b"\0" in file.read(8192)
-        if is_binary:
+            beginning = file.read(1 << 20)
+        if b"\0" in beginning[:8192]:
             left_out.append(path)
-        else:
-            texts.append(path)
+            continue
+        texts.append(path)
+        if not is_utf8(beginning):
+            not_utf8.append(path)
     warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
+    if not_utf8:
+        log.warning(
+            "%d files are not UTF-8, such as %s: what cannot be decoded becomes U+FFFD. "
+            "Convert them first, for example with iconv",
+            len(not_utf8),
+            not_utf8[0],
+        )
     return texts
+
+
+def is_utf8(beginning: bytes) -> bool:
+    """Tell whether the beginning of a file is UTF-8; its last character may be incomplete."""
+    try:
+        codecs.getincrementaldecoder("utf-8")().decode(beginning)
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def train_tokenizer(pieces: list[Piece], options: TokensConfig) -> Tokenizer:
@@ -244,17 +263,21 @@ def train_tokenizer(pieces: list[Piece], options: TokensConfig) -> Tokenizer:
 
 
 def sample(pieces: list[Piece], field: str) -> Iterator[str]:
-    """Yield about SAMPLE bytes of text, spread over all pieces."""
+    """Yield about SAMPLE bytes of text, spread over all pieces in proportion to their sizes."""
     total = sum(piece.stop - piece.start for piece in pieces)
-    left = SAMPLE
-    # Take every n-th piece, with n rounded up: with pieces of equal size, at most SAMPLE bytes.
-    step = -(-total // SAMPLE)
-    for piece in pieces[::step]:
+    fraction = min(1.0, SAMPLE / total)
+    # How much of the text so far is still to be taken. A large piece is read in part. Of many small
+    # ones, some are read whole, and then it is negative until the next one is due.
+    due = 0.0
+    for piece in pieces:
+        due += fraction * (piece.stop - piece.start)
+        if due <= 0:
+            continue
         for chunk in read_chunks(piece, field):
             yield chunk.text
-            left -= len(chunk.text)
-            if left <= 0:
-                return
+            due -= len(chunk.text)
+            if due <= 0:
+                break
 
 
 def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
@@ -273,7 +296,7 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
             return
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while True:
-            # Read up to the end of a line, where tokens end anyway.
+            # Read up to the end of a line, so that a chunk does not end inside a word.
             content = file.read(1 << 20) + file.readline(1 << 16)
             if not content:
                 break

@@ -4,9 +4,11 @@ import os
 import signal
 import subprocess
 import threading
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tests.conftest import Project, project_fixture
 
@@ -148,3 +150,63 @@ def test_ranks_may_open_as_many_files_as_the_system_allows(project: Project) -> 
         )
         soft, hard = done.stdout.split()
         assert soft == hard and not done.stderr
+
+
+def test_a_machine_that_leaves_costs_no_restart(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Since torchrun counts a restart for one that leaves as a failure, and allows a few."""
+    launch = project.module("distributed.launch")
+    monkeypatch.setenv("NNODES", "1:4")
+    agent = object.__new__(launch.Agent)
+    agent._remaining_restarts = 3
+    codes = {0: 75, 1: 75}
+
+    def monitor(self: object, worker_group: object) -> SimpleNamespace:
+        failures = {rank: SimpleNamespace(exitcode=code) for rank, code in codes.items()}
+        for failure in failures.values():
+            failure.signal_name = lambda: "SIGKILL"
+        return SimpleNamespace(failures=failures)
+
+    monkeypatch.setattr(launch.LocalElasticAgent, "_monitor_workers", monitor)
+    workers = SimpleNamespace(spec=SimpleNamespace(max_restarts=3))
+    agent._monitor_workers(workers)
+    assert agent._remaining_restarts == 4, "of which torchrun takes one for the restart"
+    agent._remaining_restarts = 3
+    codes[1] = -9
+    agent._monitor_workers(workers)
+    assert agent._remaining_restarts == 3, "a rank was killed"
+    codes.clear()
+    agent._monitor_workers(workers)
+    assert agent._remaining_restarts == 3, "nothing has ended"
+
+
+def test_one_gpu_is_not_for_several_processes(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    device = project.module("device")
+    with pytest.raises(project.module("errors").UserError, match="use --device cuda"):
+        device.pick_gpu(torch.device("cuda", 0))
+
+
+def test_a_rank_in_a_phase_reports_once_the_others_have_given_up(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or they would take it for gone, as where rank 0 alone calls a collective in a callback."""
+    watchdog = project.module("distributed.watchdog")
+    watch = watchdog.Watchdog(tmp_path, project.module("distributed").Group())
+    watch.folder, watch.limit, watch.group.phases = tmp_path / "hang", 0.2, 1
+    ended = threading.Event()
+
+    def end(waited: float) -> None:
+        ended.set()
+        watch.over.set()
+
+    monkeypatch.setattr(watch, "_end", end)
+    thread = threading.Thread(target=watch._watch, daemon=True)
+    thread.start()
+    assert not ended.wait(1.0), "a validation may take longer than a step"
+    watch.folder.mkdir()
+    assert ended.wait(5.0)
+    thread.join(5.0)

@@ -349,3 +349,48 @@ def test_callbacks_are_called_on_all_ranks(tmp_path: Path) -> None:
     for _, text in samples:
         assert "oman in this humour wooed? Was e" in text[:40] and len(text) > 60, output
     assert "left out" not in output
+
+
+ENDING = """
+import os, sys
+from {name}.errors import run_main
+
+def command():
+    {code}
+
+sys.exit(run_main(command))
+"""
+
+
+def ended(project: Project, code: str, **environment: str) -> tuple[int, str]:
+    """The exit code of a command with this code, and what it prints to stderr."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDING.format(name=project.name, code=code)],
+        env={**os.environ, "PYTHONPATH": str(project.folder / "src"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    return done.returncode, done.stderr
+
+
+def test_what_code_exits_with_is_shown(project: Project) -> None:
+    """As Python does; of a rank that has done no step, a restart would repeat it."""
+    assert ended(project, "sys.exit('mount /data')") == (1, "mount /data\n")
+    assert ended(project, "sys.exit('mount /data')", RANK="0") == (70, "mount /data\n")
+    assert ended(project, "sys.exit(3)") == (3, "") and ended(project, "sys.exit()") == (0, "")
+
+
+def test_a_pipe_that_is_not_stdout_is_an_error(project: Project) -> None:
+    """As to a decoder that has died: its traceback is shown."""
+    code, said = ended(project, "raise BrokenPipeError(32, 'Broken pipe')")
+    assert code == 1 and "Traceback" in said and "BrokenPipeError" in said
+
+
+def test_errors_of_the_network_are_passing(project: Project) -> None:
+    would_repeat = project.module("errors")._would_repeat
+    for module, passes in (("botocore.exceptions", True), ("httpx", True), ("model", False)):
+        kind = type("EndpointConnectionError", (Exception,), {"__module__": module})
+        assert would_repeat(kind("no route")) == (not passes)
+    assert not would_repeat(RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED"))
+    assert would_repeat(RuntimeError("shape mismatch"))

@@ -397,6 +397,7 @@ def test_a_step_has_its_limit_and_a_phase_a_longer_one(
     monkeypatch.setattr(watchdog, "os", system)
     group = distributed.Group(distributed.World(0, 1, None, False, timedelta(seconds=10)))
     watch, phases, reported = watchdog.Watchdog(tmp_path, group), [], []
+    watch.folder = tmp_path / "hang"
     left = iter(events)
 
     class Over:

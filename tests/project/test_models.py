@@ -358,6 +358,8 @@ def test_nothing_is_sampled_from_what_is_not_finite(text: Project) -> None:
     infer, generator = text.module("infer"), torch.Generator().manual_seed(0)
     logits = torch.tensor([0.0, -torch.inf, 1.0])  # as a mask leaves them
     assert infer.sample(logits, infer.InferConfig(), generator) != 1
+    with pytest.raises(text.module("errors").UserError, match="is not finite: use an earlier"):
+        infer.sample(logits * torch.nan, infer.InferConfig(temperature=0.0), generator)
     for odd in (torch.nan, torch.inf):
         logits[1] = odd
         with pytest.raises(text.module("errors").UserError, match="is not finite: use an earlier"):

@@ -2,6 +2,7 @@
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -133,3 +134,21 @@ def test_a_sample_that_cannot_be_written_costs_no_later_one(
     names = [path.stem for path in train(project, tmp_path)]
     assert names == ["step_00000006"]
     assert "step 3 is not saved" in caplog.text and "is disabled" not in caplog.text
+
+
+def test_a_text_that_cannot_be_shown_is_a_warning(
+    text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
+) -> None:
+    """Rank 0 alone shows it: an error there would leave the other ranks waiting for it."""
+
+    def fail(*arguments: Any) -> Any:
+        raise text.module("errors").UserError("tokenizer.json cannot be read as a tokenizer")
+
+    monkeypatch.setattr(text.module("infer"), "decode", fail)
+    config = text.config(run_dir=tmp_path, train__steps=4, train__validate_every=2)
+    assert text.module("train").run(config).status == "finished"
+    warned = [line for line in caplog.messages if "cannot be read as a tokenizer" in line]
+    assert [line.partition(" is not")[0] for line in warned] == [
+        "the sample of step 2",
+        "the sample of step 4",
+    ]

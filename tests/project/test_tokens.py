@@ -283,6 +283,63 @@ def test_a_given_tokenizer_is_used(
     assert not (tmp_path / "three").exists()
 
 
+def test_the_sample_for_a_tokenizer_is_of_all_text(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a small file before a large one, and of many small ones; all of it if there is little."""
+    module = project.module("tokens")
+    monkeypatch.setattr(module, "SAMPLE", 1000)
+    for name, texts in {
+        "large": ["licence\n", "word\n" * 100_000],
+        "small": [f"{number:03} \n" * 10 for number in range(300)],
+        "little": ["ä\n" * 100, "b\n" * 100],
+    }.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        for number, content in enumerate(texts):
+            (folder / f"{number:03}.txt").write_text(content)
+        _, pieces = module.divide(folder, "text")
+        monkeypatch.setattr(module, "SAMPLE", 1000)
+        sampled = "".join(module.sample(pieces, "text"))
+        if name == "large":
+            # A text is read a megabyte at a time.
+            assert sampled.startswith("licence") and sampled.count("word") == 100_000
+        elif name == "small":
+            files = {int(line) for line in sampled.split()}
+            assert 15 <= len(files) <= 25 and min(files) < 30 and max(files) > 270
+        else:
+            assert sampled == "".join(texts)
+
+
+def test_a_tokenizer_that_cuts_or_pads_does_neither(
+    project: Project, text: Path, tmp_path: Path, small: Any
+) -> None:
+    """As transformers saves both with a tokenizer for which they were enabled."""
+    note = tokens(project, text, tmp_path / "one")
+    tokenizer = Tokenizer.from_file(str(tmp_path / "one/tokenizer.json"))
+    tokenizer.enable_truncation(5)
+    tokenizer.enable_padding(length=4000)
+    tokenizer.save(str(tmp_path / "cuts.json"))
+    other = tokens(project, text, tmp_path / "two", "--tokenizer", str(tmp_path / "cuts.json"))
+    del note["made_by"], other["made_by"]
+    assert other == note
+
+
+def test_text_in_another_encoding_is_named(
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = tmp_path / "text"
+    folder.mkdir()
+    (folder / "a.txt").write_text("naïve " * 100)
+    (folder / "b.txt").write_bytes("déjà vu à Zürich ".encode("latin-1") * 100)
+    # A character may stand across the end of what is looked at.
+    (folder / "c.txt").write_text("xx" + ("ä" * 49 + "\n") * 12_000)
+    assert (folder / "c.txt").read_bytes()[: 1 << 20].endswith("ä".encode()[:1])
+    tokens(project, folder, tmp_path / "tokens")
+    (warned,) = [line for line in caplog.messages if "UTF-8" in line]
+    assert warned.startswith("1 files are not UTF-8") and "b.txt" in warned
+
+
 def test_tokens_of_different_tokenizers_are_not_mixed(
     project: Project, text: Path, tmp_path: Path, small: Any
 ) -> None:

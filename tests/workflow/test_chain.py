@@ -197,7 +197,7 @@ def test_the_sum_is_measured_and_written_for_train(
     said = capsys.readouterr().out
     assert "1.5 (1.5 to 1.5) times as fast as your settings: faster" in said
     file = tmp_path / "workflow/recommended.toml"
-    assert f"train --config {file}" in said
+    assert f"train --run-dir {tmp_path} --config {file}" in said, "the run that was measured"
     used = vars(config.override(config.load(file), {"run_dir": tmp_path}))
     wanted = config.override(given, {"train.micro_batch_size": 4})
     assert used == {name: value for name, value in vars(wanted).items() if name != "workflow"}
@@ -212,7 +212,11 @@ def test_the_sum_is_measured_and_written_for_train(
     project("report", "--run-dir", str(tmp_path))
     page = (tmp_path / "report.html").read_text("utf-8")
     assert "as your settings" not in page and "Recommended:" in page  # too noisy to tell
+    assert f"train --run-dir {tmp_path} --config {file}" in page
     windows = {"given": [0.2] * 8, "recommended": [0.3] * 8}
+    # Not compiling costs speed, but there are other reasons for it.
+    uncompiled = texts | {"compile.mode": chain.Recommendation("none", "other numbers")}
+    assert chain.measure_together(given, final, uncompiled) == "pass" and file.exists()
     file.unlink()  # as `workflow` does before its first stage
     assert chain.measure_together(*together) == "fail" and not file.exists()
     project("report", "--run-dir", str(tmp_path))
@@ -239,3 +243,18 @@ def test_both_settings_are_timed_in_one_process(
     seconds = chain.time_steps(configs)
     assert len(seconds["given"]) == len(seconds["recommended"]) >= 6
     assert set(sizes) == {1, 8} and sizes.count(1) == 8 * sizes.count(8)  # as many steps of each
+
+
+def test_a_workflow_may_start_from_what_an_earlier_one_recommended(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its file is read by each stage, so it stays; without --config it is removed."""
+    workflow = Chain(project, monkeypatch)
+    given = project.config(run_dir=tmp_path)
+    file = project.module("workflow.stage").stage_file(tmp_path, "recommended").with_suffix(".toml")
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("train.micro_batch_size = 4\n")
+    workflow(given, "--config", str(file), "--workflow.force")
+    assert file.read_text() == "train.micro_batch_size = 4\n"
+    workflow(given, "--workflow.force")
+    assert not file.exists()

@@ -332,7 +332,11 @@ def interval(single: Project) -> Any:
         (100, 300, 1.0, "only at its end"),
         (400, 1000, 50.0, "a save takes longer than the 400 steps"),
         (1000, 9000, 200.0, "--checkpoint.every 2000: a save takes longer"),
-        (0, 1000, 200.0, "a save takes longer than the 1000 steps"),
+        # Saves only at the end, now and as recommended.
+        (0, 1000, 200.0, None),
+        (0, 5, 1.0, None),
+        # More than a failure between saves: next to nothing would be done.
+        (0, 20_000_000, 1.0, "instead of nearly all now"),
     ],
 )
 def test_the_interval_is_advised(

@@ -118,6 +118,31 @@ def test_a_wait_whose_median_is_almost_0_is_compared(project: Project, tmp_path:
     assert verdicts(project, one, two)["wait_seconds"] == "within noise"
 
 
+def test_a_fraction_of_a_step_is_shown_without_a_verdict(project: Project, tmp_path: Path) -> None:
+    """It grows when all else gets faster. Bytes have a name for each size, and are no times."""
+    before = {"data_wait": {"median": 0.004, "p10": 0.004, "p90": 0.004, "n": 80}}
+    after = {"data_wait": {"median": 0.0066, "p10": 0.0066, "p90": 0.0066, "n": 80}}
+    before["micro_batch"] = {"peak_memory_bytes": {"8": 400_000_000}}
+    after["micro_batch"] = {"peak_memory_bytes": {"8": 440_000_000}}
+    one = result(project, tmp_path / "a", 0.1, figures=before)
+    two = result(project, tmp_path / "b", 0.06, figures=after)
+    compare = project.module("workflow.compare")
+    both = [next(iter(compare.contents(path).values())) for path in (one, two)]
+    lines = {line.split()[0]: (line, verdict) for line, verdict in compare.verdicts(*both)}
+    assert lines["data_wait"] == ("data_wait 0.004 -> 0.0066", "")
+    line, verdict = lines["micro_batch.peak_memory_bytes.8"]
+    assert "400 MB -> 440 MB" in line and verdict == "worse"
+
+
+def test_a_run_that_is_not_there_is_named(project: Project, tmp_path: Path) -> None:
+    before = result(project, tmp_path / "a")
+    line = project.refuses("compare", str(before), str(tmp_path / "none"))
+    assert (
+        line
+        == f"{tmp_path / 'none'} does not exist: give a run directory, or the result of a stage"
+    )
+
+
 def test_what_cannot_be_compared_is_no_regression(project: Project, tmp_path: Path) -> None:
     before = result(project, tmp_path / "a")
     for changes, reason in (
@@ -227,7 +252,7 @@ def test_runs_are_compared_by_what_they_wrote(project: Project, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda p: p.with_name("none"), "none cannot be read as JSON"),
+        (lambda p: p.with_name("none"), "none does not exist"),
         (lambda p: p.write_text("{}") and p, "is not a result of a stage"),
         (lambda p: p.parents[2], "there is nothing to compare"),
         (

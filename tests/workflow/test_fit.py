@@ -155,6 +155,17 @@ def test_ranks_share_what_fsdp_shards(sharded: Project) -> None:
     assert four[0] < one[0]
 
 
+def test_the_first_size_is_counted_like_any_other(sharded: Project) -> None:
+    """DTensor's own work at its first use of an operator, on tensors of the full size, is not."""
+    module = sharded.module("workflow.fit")
+    changes = {"ranks": 8, "train.global_batch_size": 8, "model.width": 256, "model.layers": 2}
+    meter, found = module.Meter(1e12, 1e12), []
+    torch.distributed.tensor.DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
+    for size, _ in module.measure(config_of(sharded, **changes), meter, [1, 1]):
+        found.append((size, meter.peak, meter.cost["memory"]))
+    assert found[0] == found[1]
+
+
 def test_gradients_that_wait_for_the_next_micro_batch_are_counted(sharded: Project) -> None:
     """With several micro-batches FSDP keeps them whole, unless it reduces each."""
     changes = {"train.global_batch_size": 8, "train.micro_batch_size": 1, "model.width": 128}
@@ -341,6 +352,17 @@ def test_what_does_not_fit(language: Project, capsys: pytest.CaptureFixture[str]
     code, text = shown(language, capsys, "--ranks", "2", "--device-memory", "0.0002")
     assert code == 1 and "too much" in text and "parallelism=fsdp" in text
     assert "weights " in text and "to train" not in text
+    rows = [line.split() for line in text.splitlines() if "too much" in line]
+    units = {"kB": 1e3, "MB": 1e6}
+    smallest = min(rows, key=lambda row: float(row[2]) * units[row[3]])
+    assert f"peak with micro-batches of {smallest[0]}:" in text
+
+
+def test_what_does_not_fit_although_it_is_sharded(
+    sharded: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, text = shown(sharded, capsys, "--ranks", "2", "--device-memory", "0.0001")
+    assert code == 1 and "use more ranks (--ranks), or a smaller model" in text
 
 
 def test_what_fits_with_recomputation_only(

@@ -211,6 +211,20 @@ def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None
         assert len(traces.breakdown(traces.read_trace(path)).seconds) == 2
 
 
+def test_a_run_that_resumes_inside_a_window_waits_for_the_next(
+    project: Project, traces: Any, tmp_path: Path
+) -> None:
+    """A trace of a part of its steps would look like a whole one."""
+    window = {"profile__every": 5, "profile__warmup": 1, "profile__active": 3}
+    run, override = project.module("train").run, project.module("config").override
+    config = project.config(run_dir=tmp_path, train__steps=3, **window)
+    assert run(config).status == "finished" and not (tmp_path / "traces").exists()
+    assert run(override(config, {"train.steps": 10})).status == "finished"
+    (found,) = (tmp_path / "traces").iterdir()
+    assert found.name.startswith("step_00000010")
+    assert len(traces.breakdown(traces.read_trace(found)).seconds) == 3
+
+
 def test_windows_that_are_longer_than_their_interval(
     project: Project, traces: Any, tmp_path: Path
 ) -> None:

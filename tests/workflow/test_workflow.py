@@ -549,3 +549,19 @@ def test_whatever_state_a_run_died_in_is_shown(
     page = (tmp_path / "report.html").read_text("utf-8")
     assert (note in page) if note else ("running at step 3" in page and "cannot" not in page)
     assert page.count("not run") >= 4
+
+
+def test_losses_that_are_not_finite_are_told_in_the_report(
+    project: Project, tmp_path: Path
+) -> None:
+    """A curve ends where they begin, as if the run had ended there."""
+    lines = [{"step": step, "loss": 2.0 if step < 200 else None} for step in range(10, 391, 10)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    notes: list[str] = []
+    project.module("workflow.report").read_metrics(tmp_path / "metrics.jsonl", notes)
+    assert notes == ["the loss is not finite in 20 log lines, first at step 200"]
+
+
+def test_hours_between_failures_are_finite(project: Project) -> None:
+    with pytest.raises(project.module("errors").UserError, match="finite"):
+        project.config(workflow__hours_between_failures=float("inf"))

@@ -63,10 +63,10 @@ class Agent(LocalElasticAgent):
         # torch's decorator hides the signature.
         monitor: Any = super()._monitor_workers
         result = monitor(worker_group)
-        most = worker_group.spec.max_restarts
-        left = self._remaining_restarts
+        allowed = worker_group.spec.max_restarts
+        used = allowed - self._remaining_restarts
         one_machine = os.environ.get("NNODES", "1") == "1"
-        if left == most and one_machine and failed_with(USER_ERROR, result.failures):
+        if used == 0 and one_machine and failed_with(USER_ERROR, result.failures):
             # The ranks have reported the error, which a restart would repeat.
             self._remaining_restarts = 0
             return result
@@ -76,14 +76,18 @@ class Agent(LocalElasticAgent):
                 endings.append(ending(rank, failure))
         if endings:
             text = ", ".join(endings)
-            if left == most and one_machine and failed_with(FAILED_AT_START, result.failures):
+            if used == 0 and one_machine and failed_with(FAILED_AT_START, result.failures):
                 text += ": no restart, since an error before the end of the first step would repeat"
                 self._remaining_restarts = 0
-            elif left:
-                text += f": restarting all ranks ({most - left + 1} of {most})"
+            elif used < allowed:
+                text += f": restarting all ranks ({used + 1} of {allowed})"
             # The console may be closed.
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
+        elif result.failures:
+            # A machine leaves, and the ranks of the others ask for a restart. torchrun counts that
+            # as a failure; give the restart back.
+            self._remaining_restarts += 1
         return result
 
 

@@ -8,8 +8,8 @@ measures the time since the last step. When the limit is exceeded, it
    of collectives that it has started. If there is a report, the stacks are complete;
 2. reads the reports of the other ranks, until all are there or the time is up;
 3. on the lowest rank with a report, writes a verdict. It names the ranks without a report, which
-   are suspended or gone. If all have one, it names the ranks that have started the fewest
-   collectives: the others wait in a collective that these did not enter;
+   are suspended or gone, or whose disk hangs. If all have one, it names the ranks that have
+   started the fewest collectives: the others wait in a collective that these did not enter;
 4. ends the process once there is a verdict, and not before: the first process that ends takes the
    others with it.
 
@@ -122,8 +122,12 @@ class Watchdog:
                 began += suspended
                 self.began = began
             last = now
-            if now - began > limit:
-                self._end(now - began)
+            waited = now - began
+            # A rank inside a phase has more time. But if it is the only one there, the others wait
+            # for it, and give up earlier. Then it reports as well, since it is not suspended.
+            others_gave_up = waited > self.limit and self.folder.exists()
+            if waited > limit or others_gave_up:
+                self._end(waited)
 
     def _end(self, waited: float) -> None:
         """Report, and end the process even if that fails."""

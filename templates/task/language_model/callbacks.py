@@ -48,12 +48,13 @@ class Sample:
         with evaluation_mode(state.module):
             tokens = prompt + list(generate(state.module, prompt, context, options))
         if state.world.rank == 0:
-            text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
-            log.info("sample at step %d: %r", state.step, text)
+            # Any error here would disable this callback on rank 0 alone. Then the other ranks would
+            # wait in `generate` at the next validation.
             try:
+                text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
+                log.info("sample at step %d: %r", state.step, text)
                 folder = self.run_dir / "samples"
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"step_{state.step:08}.txt", text)
-            except OSError as error:
-                # An error would disable this callback on this rank, and the others would wait.
+            except Exception as error:
                 log.warning("the sample of step %d is not saved: %s", state.step, error)

@@ -52,7 +52,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that the model generates after a prompt."""
     device = next(model.parameters()).device
-    generator = torch.Generator(device).manual_seed(options.seed)
+    generator = torch.Generator(device).manual_seed(options.seed % 2**63)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(options.tokens):
         logits = model(tokens[:, -context:])[0, -1].float()
@@ -63,6 +63,8 @@ def generate(
 
 def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> Tensor:
     """Draw one token from logits [vocabulary]."""
+    if logits.isnan().any():
+        raise UserError("the model's output is not finite: use an earlier checkpoint (--step)")
     if options.temperature <= 0:
         return logits.argmax()
     if 0 < options.top_k < len(logits):

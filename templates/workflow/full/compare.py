@@ -86,6 +86,8 @@ def compare(options: CompareConfig) -> int:
 
 def contents(path: Path) -> dict[str, Content]:
     """Return the results in a file or a run directory by stage; "run" is the training itself."""
+    if not path.exists():
+        raise UserError(f"{path} does not exist: give a run directory, or the result of a stage")
     if not path.is_dir():
         content = result_in(path, *STAGES)
         return {content["stage"]: content}
@@ -194,10 +196,13 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         second = measured_b[name]
         if isinstance(first, dict):
             yield verdict_of_losses(name, first, second)
+        elif not ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER):
+            # A fraction of a step, such as data_wait, also grows when the rest gets faster.
+            yield f"{name} {shown(name, first)} -> {shown(name, second)}", ""
         elif first.low > 0 and second.low > 0:
             reason = incomparable
             # Bytes do not depend on the machine's load.
-            if not reason and not name.endswith("bytes"):
+            if not reason and not ends_with(name, ("bytes",)):
                 reason = busy
             line, verdict = verdict_of_figure(name, first, second)
             if reason:
@@ -217,7 +222,7 @@ def changed_settings(a: Content, b: Content) -> Iterator[tuple[str, str]]:
 def verdict_of_figure(name: str, a: Interval, b: Interval) -> tuple[str, str]:
     """Return the line of a measurement, and its verdict."""
     noise = 0.0
-    if name.endswith("bytes"):
+    if ends_with(name, ("bytes",)):
         noise = NOISE_OF_BYTES
     elif a.low == a.high or b.low == b.high:
         noise = ONCE
@@ -341,7 +346,7 @@ def word_for(times: Interval, more_is_better: bool) -> str:
 
 def shown(name: str, figure: Interval) -> str:
     """Format a measurement with its unit."""
-    if name.endswith("bytes"):
+    if ends_with(name, ("bytes",)):
         return in_units(int(figure.value))
-    unit = " s" if name.endswith("seconds") else ""
+    unit = " s" if ends_with(name, ("seconds",)) else ""
     return f"{figure.value:,.4g}{unit}"

@@ -40,8 +40,8 @@ class WorkflowConfig:
     """Repeat stages that were already measured with these settings and this code."""
 
     def __post_init__(self) -> None:
-        if self.ranks < 0 or not self.hours_between_failures > 0:
-            raise UserError("workflow: ranks must be >= 0 and hours-between-failures > 0")
+        if self.ranks < 0 or not 0 < self.hours_between_failures < 1e9:
+            raise UserError("workflow: ranks must be >= 0, hours-between-failures > 0 and finite")
 
 
 def run_command(

@@ -94,9 +94,12 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
     config = on_disk(given)
     typed = typed_settings(arguments)
     taken: Recommendations = {}
-    # Remove the recommendations of an earlier workflow.
+    # Remove the recommendations of an earlier workflow, unless this one starts from them.
+    start = config_file(arguments)
     for suffix in (".json", ".toml"):
-        stage_file(config.directory, RECOMMENDED).with_suffix(suffix).unlink(missing_ok=True)
+        earlier = stage_file(config.directory, RECOMMENDED).with_suffix(suffix)
+        if start is None or start.resolve() != earlier.resolve():
+            earlier.unlink(missing_ok=True)
     results = dict.fromkeys(STAGES, "not_run")
     stopped = ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
@@ -281,12 +284,18 @@ def typed_settings(arguments: list[str]) -> set[str]:
         if word.startswith("--"):
             option = word[2:].partition("=")[0]
             settings.add(option.replace("-", "_"))
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--config", type=Path)
-    file = parser.parse_known_args(arguments)[0].config
+    file = config_file(arguments)
     if file and file.suffix == ".toml":
         settings |= read_toml(file).keys()
     return settings
+
+
+def config_file(arguments: list[str]) -> Path | None:
+    """Return the file that a command line gives by --config."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config", type=Path)
+    given, _ = parser.parse_known_args(arguments)
+    return given.config
 
 
 def measure_together(given: StageConfig, final: StageConfig, taken: Recommendations) -> str:
@@ -303,6 +312,12 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
     # The save interval does not affect steps, so there is nothing to time.
     if any(not setting.startswith("checkpoint.") for setting in taken):
         passed, measured = compare_speed(stage, given, final)
+    uncompiled = "compile.mode" in taken and taken["compile.mode"].value == "none"
+    if passed is False and uncompiled:
+        # The stage `compile` advises against compiling for reasons other than the time of a step:
+        # other numbers, too many recompiles, or a compile that this run does not earn back.
+        passed = True
+        measured += ", without compiling, as the stage compile advises"
     wanted = "not slower than your settings"
     advice = "measure again when nothing else runs on this machine"
     stage.check("together", passed, measured=measured, wanted=wanted, advice=advice)
@@ -310,7 +325,9 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
         for text in texts:
             print(f"     {text}")
         write_toml(file, given, taken)
-        print(f"     to train with them: python -m {PACKAGE} train --config {file}")
+        command = f"{command_for('train', final.directory)} --config {shlex.quote(str(file))}"
+        stage.figures["command"] = command
+        print(f"     to train with them: {command}")
     stage.close()
     return stage.status
 

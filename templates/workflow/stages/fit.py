@@ -120,6 +120,12 @@ def measure(
         sizes = powers_of_two(samples)
     meter.reduces_each_micro_batch = parallel.reduces_each_micro_batch(config.parallel)
     with one_rank(config, config.ranks, meter) as state:
+        if parallel.SHARDED:
+            # At the first use of each operator, DTensor runs it on tensors of the full size to find
+            # their shapes. A step that is not counted does that.
+            state.plan = [MicroBatch(slice(0, sizes[-1]), 1.0)]
+            meter.begin(repeats=1.0)
+            train_step(state, [read_batch(state)])
         batch_norm = any(isinstance(module, _BatchNorm) for module in state.model.modules())
         for size in sizes:
             # Batch statistics need two samples, unless a rank has only one.
@@ -195,7 +201,8 @@ class Row:
 def preference(row: Row) -> tuple[bool, float, float, int, bool]:
     """Return a sort key for which the best row is the largest: it fits, and is the fastest."""
     eager = row.eager.samples_per_second
-    return row.fits, eager, row.compiled.samples_per_second, row.size, row.recompute
+    # Of two rows that are equally fast, the one that recomputes has no advantage.
+    return row.fits, eager, row.compiled.samples_per_second, row.size, not row.recompute
 
 
 @dataclass(frozen=True)
@@ -329,11 +336,16 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
             "`pytest -k reads_no_value` to find the line"
         ) from None
     best = max(rows, key=preference)
+    if not best.fits:
+        best = min(rows, key=lambda row: row.peak)
     print(f"peak with micro-batches of {best.size}: {best.memory}")
     print("not counted: fragmentation, CUDA's context, buffers of cuBLAS, cuDNN, NCCL and")
     print("FlexAttention, and communication of an optimizer under DDP (Muon)")
     if not best.fits:
-        print("nothing fits: use more ranks with FSDP (parallelism=fsdp), or a smaller model")
+        ways = "use more ranks with FSDP (parallelism=fsdp), or a smaller model"
+        if parallel.SHARDED:
+            ways = "use more ranks (--ranks), or a smaller model"
+        print(f"nothing fits: {ways}")
         return 1
     print(f"to train: {training_command(best, ranks, arguments)}")
     return 0

@@ -174,7 +174,9 @@ def four_digits(value: float) -> str:
 
 
 def whole_number(value: float) -> str:
-    """Format a number without decimals, with thousands separators."""
+    """Format a number without decimals unless it is small, with thousands separators."""
+    if value < 10:
+        return three_digits(value)
     return f"{value:,.0f}"
 
 

@@ -330,14 +330,20 @@ def advise_interval(stage: Stage) -> None:
     best_steps = max(1, math.ceil(best / step))
     # --checkpoint.every 0 saves only at the end.
     steps_of_all = steps_of_run(config)
-    steps = config.checkpoint.every or steps_of_all
+    steps = min(config.checkpoint.every or steps_of_all, steps_of_all)
     interval = steps * step
     lost = f"{lost_fraction(best, blocked, restart, failures):.2%}"
-    lost_now = f"{lost_fraction(interval, blocked, restart, failures):.2%}"
+    fraction_now = lost_fraction(interval, blocked, restart, failures)
+    lost_now = f"{fraction_now:.2%}"
+    if fraction_now >= 1:
+        lost_now = "nearly all"
     often = f"save every {best_steps} steps"
     say(f"with a failure every {hours:g} h, {often}: {lost} of the time is lost")
     # Within a factor of two of the best interval, hardly more time is lost.
     if interval >= published and 0.5 <= interval / best <= 2:
+        return
+    if steps == steps_of_all and best_steps >= steps_of_all:
+        # Both save only at the end.
         return
     why = f"loses {lost} of the time, instead of {lost_now} now"
     if interval < published:

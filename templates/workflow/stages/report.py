@@ -16,6 +16,7 @@ from ..run.journal import METRICS, finite, parsed
 from ..run.samples import samples_of
 from . import STAGES, plots
 from .chain import RECOMMENDED, read_stage, user_metrics
+from .processes import named
 from .recovery import RESTART
 from .stage import PACKAGE
 from .timing import spread
@@ -57,7 +58,7 @@ def publish_report(run_dir: Path) -> Path:
     # A file may be damaged in any way, and some damage shows only when the page is rendered.
     with reading(run_dir):
         page = template.render(
-            name=run_dir.name,
+            name=run_dir.resolve().name,
             package=PACKAGE,
             run=last_status(run, records),
             notes=notes,
@@ -287,12 +288,15 @@ def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
         return []
     kept: dict[tuple[bool, int], JsonObject] = {}
     damaged = 0
+    without_loss: list[int] = []
     with open(path, "rb") as lines:
         size = os.fstat(lines.fileno()).st_size
         for line in lines:
             record = parsed(line)
             if record:
                 values = {metric: value for metric, value in record.items() if finite(value)}
+                if "loss" in record and "loss" not in values:
+                    without_loss.append(record["step"])
                 validated = "validation_loss" in values
                 # A later record of the same slice replaces the earlier one.
                 slice_index = POINTS * lines.tell() // size
@@ -302,4 +306,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
                 damaged += 1
     if damaged:
         notes.append(f"{path.name}: {damaged} damaged lines are left out")
+    if without_loss:
+        count = named(len(without_loss), "log line")
+        notes.append(f"the loss is not finite in {count}, first at step {min(without_loss)}")
     return sorted(kept.values(), key=lambda record: record["step"])

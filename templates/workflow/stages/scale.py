@@ -75,7 +75,7 @@ def measure(config: StageConfig) -> int:
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
         if parallel.SHARDED:
             fit = command_for("fit", config.directory)
-            advise(stage, f"`{fit}` shows on how many GPUs the model fits")
+            advise(stage, f"`{fit} --ranks N` shows whether the model fits on N GPUs")
         else:
             advise(stage, f"a model that does not fit on a device needs FSDP: {change_to('FSDP')}")
         return stage.close()

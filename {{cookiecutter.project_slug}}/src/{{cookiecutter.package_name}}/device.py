@@ -51,6 +51,8 @@ def pick_gpu(device: torch.device) -> torch.device:
     index = device.index
     if index is None:
         index = int(os.environ.get("LOCAL_RANK", "0"))
+    elif os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
+        raise UserError(f"--device {device}: one GPU for all processes here; use --device cuda")
     count = torch.cuda.device_count()
     if index >= count:
         ways_out = "start fewer processes on this machine, or use --device cpu"
@@ -93,7 +95,7 @@ def move(batch: Any, device: torch.device) -> Any:
         return batch
     if isinstance(batch, torch.Tensor):
         # A copy from pageable memory would block the host.
-        if device.type == "cuda" and not batch.is_pinned():
+        if device.type == "cuda" and batch.device.type == "cpu" and not batch.is_pinned():
             batch = batch.pin_memory()
         return batch.to(device, non_blocking=True)
     if type(batch) is dict:

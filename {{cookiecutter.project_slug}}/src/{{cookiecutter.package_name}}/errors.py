@@ -3,6 +3,7 @@
 import atexit
 import gc
 import os
+import select
 import shlex
 import signal
 import sys
@@ -19,8 +20,10 @@ FAILED_AT_START = 70
 # since torch's classes exist only once torch is imported.
 PASSING = {"OSError", "MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError"}
 PASSING |= {"RankError"}
+# Packages whose errors are of the network.
+NETWORK_PACKAGES = {"aiohttp", "botocore", "httpcore", "httpx", "urllib3"}
 # Words by which to recognize such errors that torch raises as plain RuntimeErrors.
-PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error")
+PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error", "cuDNN error")
 # Whether this process has completed a step.
 stepped = threading.Event()
 
@@ -59,14 +62,22 @@ def run_main(command: Callable[[], int]) -> int:
         code = command()
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:
-        # Nobody reads stdout any more, as after `--help | head`. Python flushes it again at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        code = 1
     except SystemExit as stop:
-        # Raised for wrong options, or by a stage that was stopped.
-        code = stop.code if isinstance(stop.code, int) else int(stop.code is not None)
+        # Raised for wrong options, by a stage that was stopped, or by the project's own code.
+        code = 0
+        if isinstance(stop.code, int):
+            code = stop.code
+        elif stop.code is not None:
+            # Python prints such a text, and exits with code 1.
+            _report(str(stop.code))
+            code = 1
+            if "RANK" in os.environ and not stepped.is_set():
+                code = FAILED_AT_START
     except Exception as error:
+        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
+            # As after `--help | head`. Python flushes stdout again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            return 1
         line = _in_one_line(error)
         if not line and "RANK" not in os.environ:
             # Python prints the traceback, or a debugger stops here.
@@ -102,10 +113,19 @@ def _would_repeat(error: Exception) -> bool:
     if stepped.is_set():
         return False
     for kind in type(error).__mro__:
-        if kind.__name__ in PASSING:
+        package = kind.__module__.partition(".")[0]
+        if kind.__name__ in PASSING or package in NETWORK_PACKAGES:
             return False
     text = str(error)
     return not any(word in text for word in PASSING_WORDS)
+
+
+def _stdout_is_closed() -> bool:
+    """Tell whether nobody reads this process's stdout any more."""
+    poll = select.poll()
+    # Without flags, it reports only errors and closed ends.
+    poll.register(1, 0)
+    return bool(poll.poll(0))
 
 
 def _report(text: str) -> None:

@@ -37,6 +37,11 @@ class Profiler:
         self.written: list[Path] = []
         self.window = config.warmup + config.active
         self.period = max(config.every, self.window)
+        # A run that is resumed inside a window waits for the next whole one.
+        position = state.step % self.period
+        self.first = state.step
+        if position > self.period - self.window:
+            self.first += self.period - position
         self.action = schedule(
             wait=self.period - self.window, warmup=config.warmup, active=config.active
         )
@@ -75,6 +80,8 @@ class Profiler:
 
     def _action_now(self, _: int) -> ProfilerAction:
         """Return the profiler's action for the next step of the run."""
+        if self.step < self.first:
+            return ProfilerAction.NONE
         # The profiler's own count starts at 0 in each process and lacks steps between windows.
         return self.action(self.step)
 

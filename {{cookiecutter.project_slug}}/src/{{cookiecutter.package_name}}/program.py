@@ -224,7 +224,7 @@ def check_program(
 
 
 def describe_inputs(program: ExportedProgram) -> Iterator[str]:
-    """Yield each input with its sizes, as in "tokens [any, 1 to 128]"."""
+    """Yield each input with its sizes, as in "tokens [any, up to 128]"."""
     inputs = program.graph_signature.user_inputs
     for node in program.graph.nodes:
         if node.op == "placeholder" and node.name in inputs and "val" in node.meta:

@@ -12,6 +12,9 @@ from .errors import UserError
 from .model import blocks
 from .schedule import ScheduleConfig
 
+BATCH_SIZE = 16
+VALIDATION_SAMPLES = 256
+
 
 @dataclass(frozen=True)
 class OptimConfig(ScheduleConfig):

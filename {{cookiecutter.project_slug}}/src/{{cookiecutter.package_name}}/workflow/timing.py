@@ -1,10 +1,12 @@
 """Time training steps, and compare and describe the measurements; used by the stages."""
 
+import re
 import resource
 import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -109,8 +111,10 @@ def peak_memory(device: torch.device) -> int:
     """Return the peak memory so far in bytes: allocated on CUDA, else resident on the host."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # macOS counts bytes, Linux counts KiB.
     if sys.platform == "darwin":
-        return peak
-    return peak * 1024
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    # Linux's `ru_maxrss` begins with the peak of the process that started this one.
+    status = Path("/proc/self/status").read_text()
+    kilobytes = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert kilobytes
+    return 1024 * int(kilobytes[1])
