@@ -466,3 +466,13 @@ def test_a_run_that_is_stopped_after_a_validation_saves_its_score(
     assert manifest["score"][1] == manifest["validation_loss"]
     best = project.module("checkpoint.transfer").best_checkpoint
     assert best(tmp_path / "checkpoints").name == "step_00000004"
+
+
+def test_a_record_has_the_time_of_a_step(project: Project, tmp_path: Path) -> None:
+    config = project.config(run_dir=tmp_path, train__steps=10, train__log_every=5)
+    project.module("train").run(config)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert len(lines) == 2
+    for line in lines:
+        samples = line["samples_per_second"] * line["step_seconds"]
+        assert samples == pytest.approx(config.train.global_batch_size)

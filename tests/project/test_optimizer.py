@@ -307,6 +307,18 @@ def test_parameters_that_the_optimizer_lacks_are_named(
     assert not caplog.text
 
 
+def test_a_run_names_the_parameters_that_its_optimizer_lacks(
+    project: Project, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def of_the_norms(config: Any, model: torch.nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD([p for p in model.parameters() if p.ndim == 1], lr=0.1)
+
+    training = project.module("train")
+    monkeypatch.setattr(training, "build_optimizer", of_the_norms)
+    training.setup(project.config())
+    assert "trainable parameters are not in the optimizer" in caplog.text
+
+
 def test_an_optimizer_without_any_gradient_is_refused(
     project: Project, tmp_path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
