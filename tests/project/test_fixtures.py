@@ -64,6 +64,16 @@ def test_an_old_checkpoint_is_read_and_gone_on_from(
     project("verify", "--run-dir", str(run))
 
 
+def test_the_oldest_run_keeps_its_optimizer(project: Project, tmp_path: Path) -> None:
+    """It has no `optim.name`, since there was only AdamW. The same command resumes it."""
+    written = "torch_save-1" if project.name == "later_torch_save" else "dcp-1"
+    shutil.copytree(FIXTURES / written, tmp_path / "run")
+    words = ("--data.path", str(FIXTURES / "text.txt"), "--device", "cpu", "--train.steps", "7")
+    project("train", "--run-dir", str(tmp_path / "run"), *words)
+    assert project.module("config").load(tmp_path / "run").optim.name == "adamw"
+    assert records(tmp_path / "run")[-1]["step"] == 7
+
+
 def test_an_old_address_in_an_object_store_is_named(
     project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
