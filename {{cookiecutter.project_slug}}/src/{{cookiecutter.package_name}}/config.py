@@ -169,24 +169,21 @@ def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None 
     """
     if name and name not in PRESETS and name != "default":
         raise UserError(f"--preset {name}: unknown preset; choose from {', '.join(PRESETS)}")
-    start = kind()
-    if saved:
-        start = defaults_of_earlier_releases(kind)
     # A preset named "default" in model.py applies to every run.
-    start = override(start, PRESETS.get("default", {}))
-    start = override(start, saved or {}, lenient=True)
+    start = override(kind(), PRESETS.get("default", {}))
+    if saved:
+        start = override(start, of_this_release(saved), lenient=True)
     return override(start, PRESETS.get(name, {}))
 
 
-def defaults_of_earlier_releases(kind: type[C]) -> C:
-    """Return the defaults for settings that an earlier release saved; it may not have had all.
+def of_this_release(saved: dict[str, Any]) -> dict[str, Any]:
+    """Add to the settings of a run, by dotted name, those that an earlier release did not have.
 
     A run without `optim.name` is older than Muon, so it trains with AdamW.
     """
-    start: Any = kind()
-    if hasattr(start.optim, "name"):
-        start = override(start, {"optim.name": "adamw"})
-    return start
+    if "optim.name" not in saved and hasattr(OptimConfig(), "name"):
+        return {**saved, "optim.name": "adamw"}
+    return saved
 
 
 def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
@@ -207,8 +204,8 @@ def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
         # Presets are not applied: they may have changed since. A setting that the file lacks is
         # newer than the run and has its default.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
-        start = defaults_of_earlier_releases(kind)
-        return on_disk(override(start, changes, lenient=True))
+        changes = of_this_release(dict(flatten(changes)))
+        return on_disk(override(kind(), changes, lenient=True))
     except (UserError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from None
 

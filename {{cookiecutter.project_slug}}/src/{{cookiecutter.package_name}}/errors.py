@@ -74,12 +74,9 @@ def run_main(command: Callable[[], int]) -> int:
             if "RANK" in os.environ and not stepped.is_set():
                 code = FAILED_AT_START
     except Exception as error:
-        if isinstance(error, BrokenPipeError) and _stdout_is_closed():
-            # As after `--help | head`. Python flushes stdout again at exit.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            return 1
         line = _in_one_line(error)
-        if not line and "RANK" not in os.environ:
+        reader_is_gone = isinstance(error, BrokenPipeError) and _stdout_is_closed()
+        if not line and not reader_is_gone and "RANK" not in os.environ:
             # Python prints the traceback, or a debugger stops here.
             raise
         code = 1
@@ -87,7 +84,11 @@ def run_main(command: Callable[[], int]) -> int:
             code = 2
         elif "RANK" in os.environ and _would_repeat(error):
             code = FAILED_AT_START
-        _report(line or traceback.format_exc().rstrip())
+        if reader_is_gone:
+            # As after `--help | head`. Python flushes stdout again at exit.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        else:
+            _report(line or traceback.format_exc().rstrip())
     if "RANK" in os.environ:
         # Leave at once. Finalizers of the process group may wait for ranks that are gone, and
         # library threads may abort the interpreter; then torchrun would restart all ranks.
