@@ -120,7 +120,7 @@ def test_recomputed_activations_allow_several_backward_passes(image: Project) ->
     found = []
     for recompute in (False, True):
         torch.manual_seed(0)
-        model = Student()
+        model = Teacher()
         if recompute:
             image.module("compile").checkpoint_activations([model])
         x = torch.rand(8, 64, generator=torch.Generator().manual_seed(1)).requires_grad_(True)
