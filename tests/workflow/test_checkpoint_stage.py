@@ -3,12 +3,14 @@
 On two ranks, with every process and every kill, it passes in test_whole_workflow.py.
 """
 
+import itertools
 import json
 import math
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -350,13 +352,73 @@ def test_the_interval_is_advised(
     changes = {"checkpoint.every": every, "train.steps": steps}
     config = on_one.project.module("config").override(on_one.config, changes)
     stage = on_one.stage.Stage("checkpoint", config)
-    for what, seconds in (("blocked", 0.02), ("save", upload), ("step", 0.1)):
+    # The interval follows from what a save costs, not only from the time that it blocks training.
+    for what, seconds in (("blocked", 0.005), ("cost", 0.02), ("save", upload), ("step", 0.1)):
         stage.figures[f"{what}_seconds"] = {"median": seconds, "p10": seconds, "p90": seconds}
     restart = dict.fromkeys(on_one.recovery.RESTART, 2.0) | {"total": 12.0}
     stage.figures |= {"bytes": 1, "restart_seconds": restart, "restore_seconds": 3.0}
     interval.conclude(stage)
     assert stage.figures["interval_seconds"] == pytest.approx(max(58.8, upload), rel=1e-3)
     assert [advice in text for text in stage.advice] == ([True] if advice else [])
+
+
+def test_a_save_costs_what_slower_steps_lose(
+    single: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that training moves: 1 s a step, 2 s while a save is written, which takes 5 s."""
+    drill = single.module("workflow.drill")
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(drill, "time", SimpleNamespace(perf_counter=lambda: clock.now))
+    monkeypatch.setattr(drill, "synchronize", lambda device: None)
+
+    class Checkpointer:
+        blocked_seconds = 0.0
+        written_at = math.inf
+        saved_steps: ClassVar[list[int]] = []
+        publisher = SimpleNamespace(publish=lambda step, write, facts: step)
+
+        def save(self, step: int) -> None:
+            self.saved_steps.append(step)
+            clock.now += 0.25
+            self.blocked_seconds += 0.25
+            self.written_at = clock.now + 5
+
+        def advance(self, seconds: float) -> None:
+            if clock.now + seconds >= self.written_at:
+                clock.now, seconds = self.written_at, clock.now + seconds - self.written_at
+                self.written_at = math.inf
+                self.publisher.publish(0, None, {})
+            clock.now += seconds
+
+        def settle(self) -> None:
+            if self.written_at < math.inf:
+                self.advance(self.written_at - clock.now)
+
+        def restore(self) -> None:
+            clock.now += 3
+
+        def close(self) -> None:
+            pass
+
+    checkpointer = Checkpointer()
+
+    def train_step(state: Any, batch: Any) -> None:
+        state.step += 1
+        checkpointer.advance(1.0 if checkpointer.written_at == math.inf else 2.0)
+
+    monkeypatch.setattr(drill, "train_step", train_step)
+    loader = SimpleNamespace(next=lambda: None)
+    state = SimpleNamespace(step=0, loader=loader, world=SimpleNamespace(device=None))
+    group = SimpleNamespace(gather=lambda value: [value, value + 2])
+    times = drill.save_and_restore(state, checkpointer, group)
+    assert times.blocked.tolist() == [0.25] * 5
+    assert times.published.tolist() == [5.25] * 5
+    # Three steps of 2 s, in the last of which the save ends, instead of three of 1 s.
+    assert times.cost.tolist() == [3.25] * 5
+    assert times.restored == 3
+    # After the first save 1 + 1.5 * 5 steps, rounded up; the other rank asked for two more.
+    between = [later - save for save, later in itertools.pairwise(checkpointer.saved_steps)]
+    assert between == [1 + 11, *[11 + 11] * 4]
 
 
 def test_what_kernels_that_are_not_deterministic_can_tell(on_one: Stand) -> None:

@@ -5,6 +5,7 @@ It reads FOLDER/settings.json, uses the run FOLDER/run and writes FOLDER/TASK.js
 """
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -36,6 +37,8 @@ EVERY = 3
 # For timing: the number of steps without a save, and of saves.
 QUIET_STEPS = 16
 SAVES = 6
+# Steps that are trained beside a save, as a multiple of the steps that the first save took.
+SAVE_MARGIN = 1.5
 # The fingerprint of each tensor by name.
 Digests = dict[str, str]
 
@@ -154,48 +157,87 @@ class SaveTimes:
     """The time that each save blocked training, as counted by the checkpointer."""
     published: np.ndarray
     """The time from the start of each save until it was published."""
+    cost: np.ndarray
+    """The training time that each save cost, including slower steps while it was written."""
     restored: float
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Return the seconds of a step without a save, of saves and of a restore, on the slowest rank.
 
-    Each save overlaps with one training step, and is complete before the next save.
+    Training goes on while a checkpoint is written, as in a run.
     """
     checkpointer = resume(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
-    times = save_and_restore(state, checkpointer)
+    times = save_and_restore(state, checkpointer, group)
     ranks: list[SaveTimes] = group.gather(times)
-    blocked = np.max([rank.blocked for rank in ranks], axis=0)
-    published = np.max([rank.published for rank in ranks], axis=0)
     return {
-        "blocked_seconds": spread(blocked),
-        "save_seconds": spread(published),
+        "blocked_seconds": spread(np.max([rank.blocked for rank in ranks], axis=0)),
+        "save_seconds": spread(np.max([rank.published for rank in ranks], axis=0)),
+        "cost_seconds": spread(np.max([rank.cost for rank in ranks], axis=0)),
         "restore_seconds": max(rank.restored for rank in ranks),
         "step_seconds": spread(quiet),
     }
 
 
-def save_and_restore(state: State, checkpointer: Checkpointer) -> SaveTimes:
-    """Save several times and restore once; return the times of this rank."""
+def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> SaveTimes:
+    """Save several times while training goes on, and restore once; return the times of this rank.
+
+    Each save is followed by as many steps as the first one took, and compared with the steps just
+    before it.
+    """
+    publish_times = note_publish_times(checkpointer)
     blocked = np.zeros(SAVES)
     published = np.zeros(SAVES)
+    cost = np.zeros(SAVES)
+    steps = 1
     for save in range(SAVES):
-        # Otherwise the save would wait for earlier steps on the device.
-        synchronize(state.world.device)
+        quiet_steps = min(steps, QUIET_STEPS)
+        quiet = train_for(state, quiet_steps) / quiet_steps
         began = time.perf_counter()
         blocked_before = checkpointer.blocked_seconds
         checkpointer.save(state.step)
-        train_step(state, state.loader.next())
+        train_for(state, steps)
         blocked[save] = checkpointer.blocked_seconds - blocked_before
         checkpointer.settle()
-        published[save] = time.perf_counter() - began
+        seconds = time.perf_counter() - began
+        published[save] = publish_times[-1] - began
+        # With noise, the whole could be less than its part.
+        cost[save] = max(seconds - steps * quiet, blocked[save])
+        if save == 0:
+            # A margin, since a save takes longer beside training.
+            in_background = SAVE_MARGIN * (published[0] - blocked[0])
+            steps = max(group.gather(1 + math.ceil(in_background / quiet)))
     began = time.perf_counter()
     checkpointer.restore()
     restored = time.perf_counter() - began
     checkpointer.close()
     # Leave out the first save, which allocates buffers.
-    return SaveTimes(blocked=blocked[1:], published=published[1:], restored=restored)
+    return SaveTimes(blocked[1:], published[1:], cost[1:], restored)
+
+
+def note_publish_times(checkpointer: Checkpointer) -> list[float]:
+    """Return a list to which the time is added whenever a checkpoint has been published."""
+    times: list[float] = []
+    publisher: Any = checkpointer.publisher
+    publish = publisher.publish
+
+    def publish_and_note(*arguments: Any) -> Any:
+        path = publish(*arguments)
+        times.append(time.perf_counter())
+        return path
+
+    publisher.publish = publish_and_note
+    return times
+
+
+def train_for(state: State, steps: int) -> float:
+    """Take training steps, and wait for the device after the last one; return the seconds."""
+    began = time.perf_counter()
+    for _ in range(steps):
+        train_step(state, state.loader.next())
+    synchronize(state.world.device)
+    return time.perf_counter() - began
 
 
 def digests_of(state: State, group: Group) -> Digests:

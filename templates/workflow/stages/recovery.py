@@ -289,7 +289,7 @@ def differing(digests: Digests, expected: Digests) -> str:
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
     """Return the optimal seconds between saves (Young, 1974; Daly, 2006).
 
-    A save blocks training for `cost` seconds; `failures` are the mean seconds between failures. The
+    A save costs `cost` seconds of training; `failures` are the mean seconds between failures. The
     result is at least `least`, the seconds until a save is published.
     """
     return max(math.sqrt(2 * cost * failures), least)
@@ -306,6 +306,7 @@ def conclude(stage: Stage) -> None:
     figures = stage.figures
     size = in_units(figures["bytes"])
     say(f"a save of {size} blocks training for {describe(figures['blocked_seconds'])}")
+    say(f"with slower steps beside it, it costs {describe(figures['cost_seconds'])} of training")
     say(f"it is published after {describe(figures['save_seconds'])}")
     restart = figures["restart_seconds"]
     phases = ", ".join(f"{name} {restart[phase]:.1f}" for phase, name in RESTART.items())
@@ -318,13 +319,13 @@ def advise_interval(stage: Stage) -> None:
     config = stage.config
     figures = stage.figures
     step = figures["step_seconds"]["median"]
-    blocked = figures["blocked_seconds"]["median"]
+    cost = figures["cost_seconds"]["median"]
     published = figures["save_seconds"]["median"]
     restart = figures["restart_seconds"]["total"]
     hours = config.workflow.hours_between_failures
     failures = 3600 * hours
 
-    best = best_interval(blocked, failures, published)
+    best = best_interval(cost, failures, published)
     figures["hours_between_failures"] = hours
     figures["interval_seconds"] = best
     best_steps = max(1, math.ceil(best / step))
@@ -332,8 +333,8 @@ def advise_interval(stage: Stage) -> None:
     steps_of_all = steps_of_run(config)
     steps = min(config.checkpoint.every or steps_of_all, steps_of_all)
     interval = steps * step
-    lost = f"{lost_fraction(best, blocked, restart, failures):.2%}"
-    fraction_now = lost_fraction(interval, blocked, restart, failures)
+    lost = f"{lost_fraction(best, cost, restart, failures):.2%}"
+    fraction_now = lost_fraction(interval, cost, restart, failures)
     lost_now = f"{fraction_now:.2%}"
     if fraction_now >= 1:
         lost_now = "nearly all"

@@ -234,6 +234,9 @@ def recovery_picture(figures: JsonObject) -> plots.Picture:
         plots.Bar("blocked by a save", figures["blocked_seconds"]["median"]),
         plots.Bar("save, until published", figures["save_seconds"]["median"]),
     ]
+    # Absent from results before this figure was measured.
+    if "cost_seconds" in figures:
+        rows.insert(1, plots.Bar("training time it costs", figures["cost_seconds"]["median"]))
     for phase, description in RESTART.items():
         rows.append(plots.Bar(f"restart: {description}", restart[phase]))
     rows.append(plots.Bar("verify and load", figures["restore_seconds"]))
