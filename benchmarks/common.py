@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable
+from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,11 @@ def machine() -> dict[str, Any]:
         "system": f"{platform.system()} {platform.release()}",
         "load_before": round(os.getloadavg()[0], 2),
     }
+
+
+def today() -> str:
+    """The date of a result."""
+    return datetime.now(UTC).date().isoformat()
 
 
 PORTS = range(20_000, 32_768)  # above them the system gives ports to any process that asks
@@ -165,6 +171,7 @@ def benchmark(
         "topic": topic,
         "command": f"python -m benchmarks.{topic}",
         "smoke": given.smoke,
+        "date": today(),
         "seconds": round(time.perf_counter() - started),
         "machine": {**before, "file_system": place},
         "versions": versions(*packages),

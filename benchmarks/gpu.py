@@ -39,6 +39,7 @@ from .common import (
     numbers_on_one_line,
     render,
     series,
+    today,
     versions,
 )
 
@@ -212,7 +213,8 @@ def main() -> int:
         result = before if before["origin"] == here else result
     for name in (given.only or PIECES) if given.again else ():
         result["pieces"].pop(name, None)
-    result |= {"topic": "gpu", "command": "make gpu", "origin": here, "machine": machine()}
+    result |= {"topic": "gpu", "command": "make gpu", "date": today()}
+    result |= {"origin": here, "machine": machine()}
     failed = []
     for name, piece in PIECES.items():
         if name in result["pieces"] or name not in (given.only or PIECES):

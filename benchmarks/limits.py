@@ -169,7 +169,9 @@ def limits(results: Path) -> dict[str, str]:
         "files": "\n".join(files_table(planning)),
         "meeting": "\n".join(meeting_table(meeting)),
         "planning_command": planning["command"],
+        "planning_date": planning["date"],
         "meeting_command": meeting["command"],
+        "meeting_date": meeting["date"],
         "tensors": str(planning["settings"]["tensors"]),
         "repeats": str(planning["settings"]["repeats"]),
         "whole": str(WHOLE),
@@ -178,12 +180,11 @@ def limits(results: Path) -> dict[str, str]:
         "load": figure(planning["machine"]["load_before"], ""),
         "system": planning["machine"]["file_system"],
         "torch": planning["versions"]["torch"],
-        "variation": f"{variation(planning):.0%}",
+        "variation": f"{100 * variation(planning):.0f} %",
         "clients": f"{store[-1]['ranks']:,}",
         "store": figure(store[-1]["server" + CPU], ""),
         "store_law": f"{growth(store, 'server' + CPU):.2f}",
         "file_bytes": figure(far[SHOWN[-1]]["manifest_bytes"] / SHOWN[-1], ""),
-        "list_all": figure(SHOWN[-1] * far[SHOWN[-1]]["list" + CPU], ""),
         "hsdp_plan": figure(replicated_whole(planning, "plan" + CPU), ""),
     }
     costs = (("plan", "plan" + CPU), ("check", "check" + CPU), ("index", "index" + CPU))

@@ -26,7 +26,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from .common import PACKAGE, RESULTS, ROOT, machine, numbers_on_one_line, render, versions
+from .common import (
+    PACKAGE,
+    RESULTS,
+    ROOT,
+    machine,
+    numbers_on_one_line,
+    render,
+    today,
+    versions,
+)
 
 CLIENTS = (64, 256, 1024, 4096, 10_240)
 RANKS = (16, 32, 64, 128, 256)
@@ -214,6 +223,7 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {
         "command": "python -m benchmarks.meeting",
+        "date": today(),
         "machine": machine(),
         "versions": versions("torch"),
         "settings": {"calls": CALLS, "repeats": given.repeats},

@@ -50,6 +50,7 @@ from .common import (
     machine,
     numbers_on_one_line,
     render,
+    today,
     versions,
 )
 from .meeting import Child, repeated
@@ -261,6 +262,7 @@ def main() -> None:
     given = parser.parse_args()
     result: dict[str, Any] = {
         "command": "python -m benchmarks.planning",
+        "date": today(),
         "machine": {**machine(), "file_system": file_system(Path(tempfile.gettempdir()))},
         "versions": versions("torch"),
         "settings": {"tensors": len(list(tensors(1))), "group": GROUP, "repeats": given.repeats},

@@ -93,13 +93,16 @@ def table(results: Path) -> dict[str, str]:
         "",
         f"Computing the ids of a global batch takes {', '.join(orders)}.",
         "",
-        f"`{result['command']}`: the files are sparse, so this measures how long it takes to find, "
-        f"open and read them, not the disk. {machine['cpu']}, {machine['cores']} cores, "
+        f"`{result['command']}`, {result['date']}: the files are sparse, so this measures how long "
+        f"it takes to find, open and read them, not the disk. {machine['cpu']}, "
+        f"{machine['cores']} cores, "
         f"{machine['system']}, {machine['file_system']}, load {machine['load_before']}. "
         f"{', '.join(f'{name} {version}' for name, version in packages)}.",
     ]
     held = max(value for name, value in middle.items() if name.endswith(": held open"))
-    return {"shards": "\n".join(lines), "held": f"{held:.0f}"}
+    size, seconds = [item for item in middle.items() if item[0].endswith(": to begin")][-1]
+    most = {"most_files": size.partition(" ")[0], "most_start": f"{seconds:.1f}"}
+    return {"shards": "\n".join(lines), "held": f"{held:.0f}", **most}
 
 
 def _target(fd: str) -> str:

@@ -34,6 +34,7 @@ WORDS = {
     "a plain start resumes": "from a start to the next step",
     "from kill to the next step": "from a kill to the next step",
     "profiler between its windows, of a step": "part of a step that the idle profiler takes",
+    "to the last million": "to the start of the last million",
 }
 # Per topic, the part of a name that is a column: a prefix ("1 rank: …") or a suffix ("…: seek").
 PREFIXES = {
@@ -53,12 +54,15 @@ SUFFIXES = {
         "bits per byte over AdamW's": "bits per byte minus AdamW's",
         "training, of AdamW's": "training / AdamW's",
     },
-    "busy": {"alone": "idle machine", "beside others": "busy machine"},
+    "busy": {"alone": "without busy processes", "beside others": "with busy processes"},
     "loss": {"memory": "memory"},
     "startup": {"packages": "packages", "size": "size"},
     "gpu": {"tokens/s": "speed", "MFU": "MFU"},
 }
 FIRST = {"loop": "time", "loss": "time"}
+# Saves took turns in a random order. The page groups them.
+METHODS = ("dcp_async", "dcp", "dcp, again", "torch_save")
+METHODS += ("plain torch.save", "Accelerate", "Lightning Fabric")
 
 
 @dataclass
@@ -104,7 +108,9 @@ class Table:
 def tables(topic: str, series: Series, low: str = "low", high: str = "high") -> list[str]:
     """All series of a topic in as few tables as their units allow."""
     merged: dict[tuple[str, int], Series] = {}
-    for name, one in series.items():
+    names = sorted(series, key=by_method) if topic in ("save", "gpu") else [*series]
+    for name in names:
+        one = series[name]
         row, column = split(topic, name)
         # Series of one name but different units are in different tables.
         number = 0
@@ -147,6 +153,13 @@ def split(topic: str, name: str) -> tuple[str, str]:
         if match := re.fullmatch(rf"(.*)[:,] {re.escape(suffix)}", name):
             return match[1], column
     return name, FIRST.get(topic, "median")
+
+
+def by_method(name: str) -> int:
+    """The place of a series among those of saves; before them for any other one."""
+    longest_first = "|".join(sorted(METHODS, key=len, reverse=True))
+    found = re.search(rf"(?:^|: )({longest_first}), ", name)
+    return METHODS.index(found[1]) if found else -1
 
 
 def cell_text(one: dict[str, Any] | None, low: str, high: str) -> str:

@@ -10,7 +10,7 @@ tree NAME …         the files, each with the first line of its docstring; the 
 code FILE NAME …    functions or classes of a file
 output COMMAND      a command, typed in the project's folder, and what it prints
 refusal COMMAND     the same of a command that has to fail
-calls NAME …        the calls of a batch, a save or a restore, followed through a real one
+calls NAME …        the functions of a batch, a save or a restore, followed through a real one
 versions            what `make compat` found on other releases of torch and Python
 sizes               the lines of Python that the smallest, default and fullest answers render
 answers             the lines of Python that each other answer adds to the default render's package
@@ -19,7 +19,6 @@ settings GROUP      the settings of a group, of all answers: type, default, word
 
 import ast
 import functools
-import itertools
 import json
 import os
 import re
@@ -149,7 +148,7 @@ def output(project: Path, words: list[str], refused: bool = False) -> str:
 
 
 def calls(project: Path, words: list[str]) -> str:
-    """What a reader follows, in order, for each of `words`: batch, save, restore."""
+    """The functions that run in a batch, a save or a restore (`words`), by file, in order."""
     command = [
         sys.executable,
         str(ROOT / "scripts/follow_calls.py"),
@@ -160,15 +159,19 @@ def calls(project: Path, words: list[str]) -> str:
     if ended.returncode:
         raise RuntimeError(ended.stderr)
     followed = json.loads(ended.stdout.splitlines()[-1])
-    paragraphs = []
+    lines = []
     for name in words:
         called, frames = followed[name]["calls"], followed[name]["frames"]
-        files = len({file for file, _ in called})
-        rows = itertools.groupby(called, key=lambda call: call[0])  # a file's, in a row
-        steps = "; ".join(f"`{file}` {', '.join(call[1] for call in row)}" for file, row in rows)
-        text = f"**A {name}**, {len(called)} functions in {files} files, {frames} deep: {steps}."
-        paragraphs.append(textwrap.fill(text, 120, break_long_words=False))
-    return "\n\n".join(paragraphs) + "\n\n"
+        files: dict[str, list[str]] = {}
+        for file, function in called:
+            files.setdefault(file, []).append(function)
+        counts = f"{len(called)} functions in {len(files)} files, {frames} deep"
+        lines += [f"**A {name}**: {counts}.", ""]
+        for file, functions in files.items():
+            row = f"- `{file}`: {', '.join(f'`{function}`' for function in functions)}"
+            lines.append(textwrap.fill(row, 120, subsequent_indent="  ", break_long_words=False))
+        lines.append("")
+    return "\n".join(lines) + "\n"
 
 
 def sizes(project: Path, words: list[str]) -> str:
@@ -247,7 +250,9 @@ def settings(project: Path, words: list[str]) -> str:
         for label in having[1:]:
             if shown_default(found[label][key]) != values[0]:
                 values.append(f"{shown_default(found[label][key])} (`{label}`)")
-        cells = (f"`--{prefix}{row['name']}`", row["type"], ", ".join(values), meaning)
+        # A positional argument has a name in capitals.
+        option = row["name"] if row["name"].isupper() else f"--{prefix}{row['name']}"
+        cells = (f"`{option}`", row["type"], ", ".join(values), meaning)
         lines.append(f"| {' | '.join(cells)} | {projects_with(having, list(found))} |")
     return "\n".join(lines) + "\n"
 
@@ -263,7 +268,11 @@ def shown_default(row: dict[str, str]) -> str:
     """The default of a setting, as a cell of the table."""
     if row["type"] == "flag" and row["default"]:
         return "on" if row["default"] == "True" else "off"
-    return f"`{row['default']}`" if row["default"] else "none"
+    if not row["default"]:
+        return "none"
+    # An unescaped | would end the cell.
+    default = row["default"].replace("|", "\\|")
+    return f"`{default}`"
 
 
 def projects_with(having: list[str], labels: list[str]) -> str:
@@ -271,7 +280,7 @@ def projects_with(having: list[str], labels: list[str]) -> str:
     if having == labels:
         return "all"
     if "" in having:
-        return "not " + ", ".join(f"`{label}`" for label in labels if label not in having)
+        return "not with " + " or ".join(f"`{label}`" for label in labels if label not in having)
     return ", ".join(f"`{label}`" for label in having)
 
 

@@ -20,7 +20,7 @@ from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 # Imported here, once, since each project imports them.
 import torch.distributed.checkpoint  # noqa: F401
-import tyro  # noqa: F401
+import tyro
 
 # Options of commands that are not in Config: a group, and the module and class that hold them.
 COMMANDS = {
@@ -77,6 +77,9 @@ def settings_of(kind: type, group: str, start: Any = None, leave_out: type = obj
         value = field.default if start is None else getattr(start, field.name)
         default = "" if value in (MISSING, None, ()) else str(value)
         name = field.name.replace("_", "-")
+        if tyro.conf.Positional in get_args(hint):
+            # Its value is typed without an option.
+            name = name.upper()
         about = {"group": group, "name": name, "type": type_name(hint), "default": default}
         rows.append(about | {"words": words_of(kind, field.name)})
     return rows

@@ -182,9 +182,23 @@ def test_image_is_what_the_manifests_expect(
         assert str(pod(manifests[kind])["securityContext"]["runAsUser"]) == image["USER"]
     ignored = (project / ".dockerignore").read_text("utf-8").split()
     assert not {"scripts", "src", "pyproject.toml"} & {*ignored} and {"runs", ".git"} <= {*ignored}
+    requirements = requirements_of(project)
+    assert {"torch>=2.9", "tyro>=0.9.2"} <= requirements
+    assert not any(line.startswith("s3fs") for line in requirements)
+
+
+def requirements_of(project: Path) -> set[str]:
+    """What the image installs, by the program in its Dockerfile."""
     (program,) = re.findall(r'python -c "([^"]+)"', (project / "Dockerfile").read_text("utf-8"))
     with start(project, sys.executable, "-c", program) as process:
-        assert {"torch>=2.9", "tyro>=0.9.2"} <= set(finish(process).splitlines())
+        return set(finish(process).splitlines())
+
+
+def test_the_image_has_the_client_of_an_object_store(tmp_path: Path) -> None:
+    project = bake(tmp_path, cluster="kubernetes", storage="object_store")
+    requirements = requirements_of(project)
+    assert "torch>=2.9" in requirements
+    assert any(line.startswith("s3fs") for line in requirements)
 
 
 class Pods:

@@ -17,7 +17,10 @@ from benchmarks.common import render
 from .common import Findings, run_topic
 from .reader_process import PACKAGES
 
-EXECUTED = "no code runs, no name is resolved, and no file outside of the folder is opened"
+EXECUTED = (
+    "no code runs, no class or function that is not on an allow-list is looked up, and no file "
+    "outside of the folder is opened"
+)
 CLEAR = "a crafted file is refused with a one-line error, or set aside as damaged"
 FUZZ = "a random change with a correct digest is read as data, or refused with a clear error"
 PROMISES = {"executed": EXECUTED, "clear": CLEAR}

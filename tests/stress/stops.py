@@ -161,7 +161,7 @@ def _stop(
     if target != "launcher":  # which takes its time to hand it on
         time.sleep(0.3)
         mark.with_suffix(".go").touch()
-    grace, kind = (COMPILING, "compile, ") if moment == "compile" else (GRACE, "")
+    grace, kind = (COMPILING, "during a compilation: ") if moment == "compile" else (GRACE, "")
     seconds = job.end(grace)
     problem = _ending(job, seconds, target, number)
     findings.tally(ENDED, "stops").count(problem and f"{case}: {problem}\n{job.output[-3000:]}")
