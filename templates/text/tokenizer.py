@@ -30,7 +30,7 @@ class TextConfig:
     """Settings of documents."""
 
     end_of_text: int = -1
-    """Token that ends a document in .bin files (GPT-2: 50256). Text files end with a zero byte."""
+    """Token that ends a document in .bin files without tokens.json (GPT-2: 50256; -1: none)."""
     documents: Literal["together", "separate"] = "together"
     """separate: mask attention across documents; together: do not."""
 

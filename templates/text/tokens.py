@@ -190,8 +190,9 @@ def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
         elif is_lines:
             validation = None
         else:
-            # The first file is always for training, so that there is training data.
-            hashed = zlib.crc32(name.as_posix().encode()) % VALIDATE_ONE_IN == 0
+            # The first file is always for training, so that there is training data. The bytes of
+            # names are hashed, since a name need not be UTF-8.
+            hashed = zlib.crc32(os.fsencode(name.as_posix())) % VALIDATE_ONE_IN == 0
             validation = bool(pieces) and hashed
         # A text file is one document and therefore one piece.
         step = SHARD if is_lines else max(size, 1)

@@ -26,7 +26,7 @@ class TrackerConfig:
     """Settings of MLflow."""
 
     uri: str | None = None
-    """Server or database (default: MLFLOW_TRACKING_URI, or mlflow.db next to the run directory)."""
+    """Server or database (none: MLFLOW_TRACKING_URI, or mlflow.db next to the run directory)."""
     experiment: str = __name__.partition(".")[0]
     """Experiment of the run; MLFLOW_EXPERIMENT_NAME overrides it."""
 

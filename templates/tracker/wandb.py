@@ -20,11 +20,11 @@ class TrackerConfig:
     """Logging to Weights & Biases; the key comes from `wandb login` or WANDB_API_KEY."""
 
     mode: Literal["offline", "online"] = "offline"
-    """online: upload the run while it trains; offline: upload it later with `wandb sync`."""
+    """online: upload while it trains; offline: later, by `wandb sync`. WANDB_MODE overrides it."""
     project: str = __name__.partition(".")[0]
     """Project of the run; WANDB_PROJECT overrides it."""
     entity: str | None = None
-    """Team or user that owns the project."""
+    """Team or user that owns the project; WANDB_ENTITY overrides it."""
 
 
 class Tracker:

@@ -54,7 +54,9 @@ def test_a_new_run_warns(
     assert "it compares samples of a batch" in said and "ADDS_UP = False" in said
     assert warnings_of(project, tmp_path / "run", *given, train__steps=4) == []
     assert warnings_of(project, tmp_path / "whole", *given, train__micro_batch_size=8) == []
-    assert warnings_of(project, tmp_path / "single", *given, train__micro_batch_size=1) == []
+    # One sample has no halves, so two are tried.
+    (said,) = warnings_of(project, tmp_path / "single", *given, train__micro_batch_size=1)
+    assert "loss of 2 samples" in said
     monkeypatch.setattr(project.module("model"), "ADDS_UP", False, raising=False)
     assert warnings_of(project, tmp_path / "declared", *given) == []
 
@@ -110,14 +112,15 @@ def test_a_loss_that_cannot_be_tried_is_trained(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """As one that is written for one size of batches, which it has in training."""
+    for size in (1, 4):
 
-    def of_four(loss: Any, batch: Any, model: Any) -> Any:
-        assert len(batch["tokens"]) == 4
-        return loss
+        def of_size(loss: Any, batch: Any, model: Any, size: int = size) -> Any:
+            assert len(batch["tokens"]) == size
+            return loss
 
-    options = {"train__validate_samples": 4}
-    given = (monkeypatch, caplog, changing(project, of_four))
-    assert warnings_of(project, tmp_path / "run", *given, **options) == []
+        options = {"train__micro_batch_size": size, "train__validate_samples": size}
+        given = (monkeypatch, caplog, changing(project, of_size))
+        assert warnings_of(project, tmp_path / f"run_{size}", *given, **options) == []
 
 
 def test_loader_workers_read_what_is_tried(

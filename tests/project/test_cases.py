@@ -36,6 +36,9 @@ CASES = {
     "hidden_class_folder": "project/test_data.py::test_what_is_no_image_of_a_class_is_passed_over",
     "infer_without_data": "project/test_travel.py::test_infer_needs_no_training_data",
     "init_other_head": "project/test_base.py::test_a_head_of_another_size_begins_anew",
+    "int8_frozen": (
+        "project/test_program.py::test_computed_and_quantized_weights_resume_and_are_exported"
+    ),
     "json_lines_names": "project/test_inputs.py::test_json_lines_are_documents_under_any_name",
     "late_buffer": (
         "project/test_model_state.py::test_a_buffer_that_the_first_step_makes_is_refused"
@@ -57,6 +60,9 @@ CASES = {
     ),
     "overlay_lower": "project/test_file_systems.py::test_a_run_in_an_image_goes_on_and_prunes",
     "parameter_order": "project/test_model_state.py::test_ranks_notice_what_would_make_them_differ",
+    "parametrized": (
+        "project/test_program.py::test_computed_and_quantized_weights_resume_and_are_exported"
+    ),
     "pt2_own_models": "project/test_program.py::test_a_program_takes_what_the_loss_gives_the_model",
     "python_flags": "project/test_entrances.py::test_python_may_be_started_with_any_flags",
     "random_transforms": "project/test_draws.py::test_a_resume_and_loader_workers_draw_the_same",
@@ -105,6 +111,7 @@ TWINS = {
     "fsdp_buffer_of_parameter": "BufferOfParameter",
     "fsdp_expanded_fill": "FilledByView",
     "fsdp_grad_hook": "GradientHook",
+    "fsdp_int8_frozen": "FrozenInt8",
     "fsdp_list_reference_large": "ParameterInList",
     "fsdp_nested_blocks": "Nested",
     "fsdp_output_dict": "Outputs",
@@ -114,8 +121,6 @@ TWINS = {
     "fsdp_tie_across_blocks": "TiedAcrossBlocks",
     "fsdp_tie_block_root": "TiedToTheRoot",
     "fsdp_weight_norm": "Parametrized",
-    "int8_frozen": "FrozenInt8",
-    "parametrized": "Parametrized",
 }
 TWIN_TEST = "cluster/test_hybrid.py::test_fsdp_trains_what_ddp_trains_or_refuses_it"
 CASES |= dict.fromkeys(TWINS, TWIN_TEST)

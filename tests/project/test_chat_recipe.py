@@ -193,6 +193,18 @@ def compare_exports(chat: Project, run: str) -> None:
     assert "library_name: transformers" in (merged / "README.md").read_text()
 
 
+def compare_program(chat: Project) -> None:
+    """The program of the adapted model has the logits of the run, at other sizes than its own."""
+    ours, _, _ = sys.modules[chat.name].load_trained(chat.folder / "runs/chat", "cpu", "best")
+    program = torch.export.load(chat.folder / "chat.pt2").module()
+    for shape in ((1, 9), (3, 20)):
+        inputs = torch.randint(80, shape)
+        with torch.no_grad():
+            expected = ours(input_ids=inputs).logits
+            found = program(input_ids=inputs)["logits"]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
 def most_likely_answer(chat: Project, question: str, tokens: int) -> str:
     """What the best checkpoint answers, by transformers alone."""
     model, spec, _ = sys.modules[chat.name].load_trained(chat.folder / "runs/chat", "cpu", "best")
@@ -227,6 +239,7 @@ def test_it_trains_stops_and_is_exported(
     few = (*FEW, "--train.steps", "6", "--train.validate-every", "2", "--checkpoint.every", "2")
     chat(*words, *few)
     assert "the model is initialized before" not in caplog.text and "ignored" not in caplog.text
+    assert "Python attributes" not in caplog.text
     tensors = chat.tensors(chat.folder / "runs/chat")
     lora = {name: value for name, value in tensors.items() if "lora_" in name}
     names = {name for name in tensors if name not in lora and not name.startswith("model.")}
@@ -234,6 +247,8 @@ def test_it_trains_stops_and_is_exported(
     chat(*words_of("export --name chat --step best --to adapter-hf"))
     chat(*words_of("export --name chat --step best --to merged-hf"))
     compare_exports(chat, "chat")
+    chat("export", "--name", "chat", "--step", "best", "--to", "chat.pt2")
+    compare_program(chat)
     refused = chat.refuses("export", "--name", "chat", "--to", "a.safetensors", "--merge")
     assert refused.startswith("--merge needs a directory named hf")
 

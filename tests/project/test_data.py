@@ -331,6 +331,44 @@ def test_what_is_no_image_of_a_class_is_passed_over(
     assert line.startswith("6 files left out: not images in a folder of their class, such as ")
 
 
+@pytest.mark.parametrize("divided", [False, True])
+def test_links_to_folders_of_images_are_followed(
+    image: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, divided: bool
+) -> None:
+    """To a class, and to a part; circles are named, and so is a link that is broken."""
+    data, elsewhere = tmp_path / "data", tmp_path / "elsewhere"
+    images(elsewhere / "train", 20)
+    images(elsewhere / "val", 4)
+    if divided:
+        data.mkdir()
+        (data / "train").symlink_to(elsewhere / "train")
+        images(data / "val", 4)
+        shutil.rmtree(data / "val/dog")
+        (data / "val/dog").symlink_to(elsewhere / "val/dog")
+    else:
+        images(data, 20)
+        shutil.rmtree(data / "dog")
+        (data / "dog").symlink_to(elsewhere / "train/dog")
+    training, validation, spec = datasets(image, data__path=data)
+    assert len(training) + len(validation) == (24 if divided else 20)
+    assert spec.classes == ("cat", "dog") and not caplog.messages
+
+    cat = data / ("train/cat" if divided else "cat")
+    (cat / "above").symlink_to(tmp_path)
+    (data / "again").symlink_to(data)
+    assert datasets(image, data__path=data)[2] == spec
+    (line,) = caplog.messages
+    assert "files left out: not images in a folder of their class, such as " in line
+    # A hidden one, as Emacs leaves it beside a file that is edited, is no class.
+    (cat.parent / ".#notes").symlink_to("somebody@somewhere")
+    assert datasets(image, data__path=data)[2] == spec
+    link = cat.with_name("bird")
+    link.symlink_to(tmp_path / "unmounted")
+    with pytest.raises(image.module("errors").UserError) as refused:
+        datasets(image, data__path=data)
+    assert str(refused.value) == f"{link} is a broken link: repair it, or remove it"
+
+
 def test_images_of_phones_and_browsers_are_read(image: Project, tmp_path: Path) -> None:
     """Upright, as their EXIF tag says, and under all names that a JPEG has."""
     images(tmp_path, 20)
@@ -348,6 +386,18 @@ def test_images_of_phones_and_browsers_are_read(image: Project, tmp_path: Path) 
             pixels = np.array(training.decode(file))
             assert pixels.shape == (24, 16, 3)
             assert pixels[:, -4:].min() == 255 and not pixels[:, :-4].any()
+
+
+def test_a_name_need_not_be_utf_8(text: Project, image: Project, tmp_path: Path) -> None:
+    """Of a text or an image, as one of an old system in Latin-1."""
+    name = os.fsdecode(b"caf\xe9")
+    images(tmp_path / "images", 20)
+    (tmp_path / "images/cat/000.png").rename(tmp_path / f"images/cat/{name}.png")
+    training, validation, _ = datasets(image, data__path=tmp_path / "images")
+    assert len(training) + len(validation) == 20
+    (tmp_path / "texts").mkdir()
+    (tmp_path / f"texts/{name}.txt").write_text("Was ever woman in this humour wooed? " * 100)
+    assert datasets(text, data__path=tmp_path / "texts")
 
 
 def test_arrays_with_their_channels_first_are_refused(image: Project, tmp_path: Path) -> None:

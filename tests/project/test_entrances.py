@@ -296,3 +296,52 @@ def test_python_may_be_started_with_any_flags(
     done = project.python(*flags, "-m", project.name, *words)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "finished at step 2" in done.stderr
+
+
+def test_python_may_be_isolated(project: Project, tmp_path: Path) -> None:
+    """With -I, which ignores PYTHONPATH; and help needs no docstrings."""
+    source = str(project.folder / "src")
+    start = f"import sys; sys.path.append({source!r}); from {project.name}.__main__ import main; "
+    words = ("train", *project.settings, "--train.steps", "2", "--run-dir", str(tmp_path / "run"))
+    done = project.python("-I", "-c", f"{start}sys.exit(main())", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "finished at step 2" in done.stderr
+    done = project.python("-OO", "-m", project.name, "train", "--help")
+    assert done.returncode == 0 and "--train.steps" in done.stdout, done.stderr
+
+
+def test_a_folder_of_other_letters_is_read_in_an_ascii_locale(
+    project: Project, tmp_path: Path
+) -> None:
+    """And the run is resumed, there and in a locale of UTF-8: the data are the same."""
+    data = tmp_path / "dätä"
+    data.mkdir()
+    (data / "é.bin").write_bytes(bytes(8000))
+    ascii_only = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    words = ("train", "--preset", "tiny", "--device", "cpu", "--data.path", str(data))
+    words += ("--data.vocabulary", "9", "--run-dir", str(tmp_path / "run"), "--train.steps")
+    for steps in ("2", "4"):
+        done = project.python("-m", project.name, *words, steps, **ascii_only)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert f"finished at step {steps}" in done.stderr
+        assert ("resuming from" in done.stderr) == (steps == "4")
+    project(*words, "6")
+    assert (tmp_path / "run/checkpoints/step_00000006").exists()
+
+
+def test_a_terminal_may_have_no_size_and_no_colours(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("TERM", "dumb")
+    for columns in ("20", "0"):
+        monkeypatch.setenv("COLUMNS", columns)
+        monkeypatch.setenv("LINES", "0")
+        with pytest.raises(SystemExit) as ended:
+            project("train", "--help")
+        assert ended.value.code == 0
+        out = capsys.readouterr().out
+        assert "--train.steps" in out and "\x1b" not in out
+    project("train", *project.settings, "--train.steps", "2", "--run-dir", str(tmp_path / "run"))

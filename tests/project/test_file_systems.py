@@ -26,6 +26,13 @@ store = project_fixture(
     tracker="none",
     storage="object_store",
 )
+tokens = project_fixture(
+    "tokens_on_file_systems",
+    parallelism="single",
+    checkpoint="torch_save",
+    tracker="none",
+    text="tokenizer",
+)
 SAVING = ("--train.validate-every", "0", "--checkpoint.every", "2", "--checkpoint.keep", "2")
 
 
@@ -63,6 +70,36 @@ def test_a_file_system_without_locks_is_named_and_can_be_used(
     monkeypatch.setattr(fcntl, "lockf", lambda *_: refuse_as_taken())
     line = project.refuses("train", *project.settings, "--run-dir", str(run))
     assert line.startswith(f"{run} is in use by process ")
+
+
+def test_tokens_on_a_file_system_without_locks_are_refused_or_written(
+    tokens: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The lock of the command is one of flock, which a file system may lack, too."""
+    refusal = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    def refuse(file: Any, how: int) -> None:
+        raise refusal
+
+    words = ("tokens", "--text", "text.txt", "--to", str(tmp_path / "t"), "--vocabulary", "300")
+    partial = tmp_path / "t.partial"
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    line = tokens.refuses(*words)
+    assert line.startswith(f"{partial} is on a file system without locks (No locks available)")
+    assert line.endswith("or set WITHOUT_LOCKS=1 if no other job writes there")
+    monkeypatch.setenv("WITHOUT_LOCKS", "1")
+    # A lock that another process holds is none that is missing.
+    refusal = BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+    line = tokens.refuses(*words)
+    assert line == f"another process is writing to {partial}: wait for it"
+    assert not caplog.messages
+    refusal = OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+    tokens(*words)
+    assert (tmp_path / "t/tokens.json").exists() and not partial.exists()
+    assert "take care that no other job writes there (WITHOUT_LOCKS=1)" in caplog.text
 
 
 def test_a_restore_from_a_store_names_a_temporary_folder_without_locks(

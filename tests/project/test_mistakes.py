@@ -500,6 +500,35 @@ def test_ranks_name_a_parameter_that_one_of_them_uses(edited: tuple[Path, str]) 
     told(folder, *command, "--name", "on_one", "--parallel.find-unused-parameters", code=0)
 
 
+IN_ORDER_OF_RANK = """
+
+import os
+
+_build = build_model
+
+
+def build_model(config, spec):
+    model = _build(config, spec)
+    # As a set of these names might list them.
+    names = ["first", "second"]
+    if os.environ.get("RANK", "0") == "1":
+        names.reverse()
+    for name in names:
+        model.add_module(name, nn.Linear(2, 2))
+    return model
+"""
+
+
+def test_ranks_refuse_models_in_different_orders(edited: tuple[Path, str]) -> None:
+    """In one line, before the first step, and without a restart."""
+    folder, _, _ = edit(edited, IN_ORDER_OF_RANK)
+    command = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "3")
+    lines = told(folder, *command, "--name", "orders", code=2)
+    (said,) = {line.removeprefix("[rank 1] ") for line in lines}
+    assert said.startswith("error: the ranks have built different models: rank 0 has first.weight")
+    assert "loop over a sorted list" in said
+
+
 def test_other_ways_to_start_are_one_line(project: Project) -> None:
     """A script of the package; RANK without torchrun's other variables; tasks of srun."""
     script = str(project.folder / "src" / HERE / "train.py")

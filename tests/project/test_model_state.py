@@ -1,9 +1,11 @@
 """What a run keeps and notices of the user's model: modes, what is trained, state in forward."""
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -12,6 +14,7 @@ from tests.conftest import Project, bake, drill, project_fixture
 
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
 project = project_fixture("model_state", **ANSWERS)
+images = project_fixture("model_state_of_images", task="image_classifier", **ANSWERS)
 
 
 class Changed:
@@ -167,6 +170,109 @@ def test_python_values_that_forward_changes_are_named(
 
     caplog.clear()
     changed.run(lambda model: None, tmp_path / "plain")
+    assert "Python attributes" not in caplog.text
+
+
+class Keeping(nn.Identity):
+    """Keeps a value that it changes in each forward."""
+
+    def __init__(self, kept: Any, change: Callable[[Any, Tensor], Any]) -> None:
+        super().__init__()
+        self.kept = kept
+        self.change = change
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.kept = self.change(self.kept, x.detach())
+        return x
+
+
+def in_place(method: str, *arguments: Any) -> Callable[[Any, Tensor], Any]:
+    """A change that calls a method of the value."""
+
+    def change(kept: Any, x: Tensor) -> Any:
+        getattr(kept, method)(*arguments)
+        return kept
+
+    return change
+
+
+def counted(kept: np.ndarray, x: Tensor) -> np.ndarray:
+    """Count in the first element."""
+    kept[0] += 1
+    return kept
+
+
+# What a module keeps, how it changes it, and what the warning shows.
+KEPT: dict[str, tuple[Any, Callable[[Any, Tensor], Any], str]] = {
+    "a list": ([], in_place("append", 1.0), " (list of length 0 -> list of length "),
+    "a dictionary": ({"calls": 0}, in_place("update", {"calls": 1}), " (dict of length 1)"),
+    "a list in a dictionary": ({"at": [0]}, lambda kept, x: {"at": [1]}, " (dict of length 1)"),
+    "an array": (np.zeros(3), counted, " (an array)"),
+    "a number of numpy": (np.float32(1), lambda kept, x: kept / 2, " (np.float32(1.0) -> "),
+    "an average": (torch.zeros(32), lambda kept, x: 0.9 * kept + x.mean((0, 1)), " (a tensor)"),
+    "an average in place": (torch.zeros(32), in_place("mul_", 0.9), " (a tensor)"),
+    "a queue of tensors": ([torch.zeros(2)], lambda kept, x: [x.mean()], " (list of length 1)"),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_forward_keeps_in_an_attribute_is_named(
+    changed: Changed, tmp_path: Path, caplog: pytest.LogCaptureFixture, name: str
+) -> None:
+    kept, change, shown = KEPT[name]
+    module = Keeping(kept, change)
+    changed.run(lambda model: setattr(model, "norm", module), tmp_path / "run", train__steps=2)
+    (warning,) = [r.getMessage() for r in caplog.records if "Python attributes" in r.getMessage()]
+    assert f"not save: norm.kept{shown}" in warning
+    assert "register them as buffers" in warning and "caches" in warning
+
+
+def test_what_forward_leaves_alone_is_not_named(project: Project) -> None:
+    """Attributes that stay equal, hold what checkpoints hold, or are computed from weights."""
+    state = project.module("run.model_state")
+    model = nn.Sequential(nn.utils.weight_norm(nn.Linear(4, 4)), nn.LSTM(4, 4), nn.BatchNorm1d(4))
+    model.batch_norm_statistics = [model[2].running_mean, model[2].running_var]
+    model.sizes = {"width": 4, "table": np.arange(4), "nan": float("nan"), "all": {1, 2}}
+    model.constant = torch.ones(4)
+    model.large = np.zeros(state.MOST_BYTES + 1, np.uint8)
+    model.many = [0] * (state.MOST_ITEMS + 1)
+    model.itself = [model.many]
+    model.itself.append(model.itself)
+    before = state.python_attributes(model)
+    model.sizes = {**model.sizes, "all": {2, 1}}
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    normed, _ = model[1](model[0](torch.randn(3, 4)))
+    model[2](normed).pow(2).sum().backward()
+    optimizer.step()
+    assert state.changed_attributes(before, state.python_attributes(model)) == []
+
+
+def test_models_of_libraries_are_not_named(project: Project) -> None:
+    """A Llama of transformers, and with adapters of peft."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    state = project.module("run.model_state")
+    sizes = {"vocab_size": 40, "hidden_size": 16, "intermediate_size": 32}
+    sizes |= {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**sizes))
+    adapted = get_peft_model(
+        LlamaForCausalLM(LlamaConfig(**sizes)), LoraConfig(target_modules=["q_proj"])
+    )
+    for model in (llama, adapted):
+        model.train()
+        before = state.python_attributes(model)
+        tokens = torch.arange(20).view(2, 10)
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        assert state.changed_attributes(before, state.python_attributes(model)) == []
+
+
+def test_the_model_of_images_is_not_named(
+    images: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = images.config(run_dir=tmp_path / "run", data__path=None, train__steps=2)
+    assert images.module("train").run(config).step == 2
     assert "Python attributes" not in caplog.text
 
 

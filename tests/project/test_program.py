@@ -10,9 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.utils.parametrizations as of_torch
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from tests.conftest import ROOT, Project, project_fixture, recipe
+from tests.project.drills.twins import Quantized
 
 OWN = ROOT / "tests/project/own"
 ANSWERS = {"parallelism": "single", "checkpoint": "torch_save", "tracker": "none"}
@@ -89,6 +92,59 @@ def test_the_program_of_the_average_and_of_an_earlier_step(text: Project, tmp_pa
     assert not torch.equal(outputs[0], outputs[1]) and not torch.equal(outputs[1], outputs[2])
 
 
+def with_norms(model: Any) -> None:
+    """Let weights be computed from others."""
+    of_torch.weight_norm(model.blocks[0].up)
+    of_torch.spectral_norm(model.blocks[1].down)
+
+
+def with_int8(model: Any) -> None:
+    """Add a layer of frozen int8 weights with a trained adapter."""
+    model.norm = nn.Sequential(model.norm, Quantized(32))
+
+
+@pytest.mark.parametrize("change", [with_norms, with_int8])
+def test_computed_and_quantized_weights_resume_and_are_exported(
+    text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Any
+) -> None:
+    """To the same bits; with the dtypes of the model, and as a program of equal outputs."""
+    build_model = text.module("model").build_model
+
+    def build_changed(*given: Any) -> nn.Module:
+        model = build_model(*given)
+        change(model)
+        return model
+
+    for module in ("model", "train"):
+        monkeypatch.setattr(text.module(module), "build_model", build_changed)
+    # A constant rate, since the schedule of half a run is another one.
+    constant = {"optim__warmup_steps": 0, "optim__final_fraction": 1.0}
+    for run, steps in (("whole", 4), ("halves", 2), ("halves", 4)):
+        config = text.config(run_dir=tmp_path / run, train__steps=steps, **constant)
+        text.module("train").run(config)
+    whole, halves = (text.tensors(tmp_path / run) for run in ("whole", "halves"))
+    assert whole.keys() == halves.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(tensor, halves[name]), name
+
+    for file in ("model.safetensors", "model.pt2"):
+        text("export", "--run-dir", str(tmp_path / "whole"), "--to", str(tmp_path / file))
+    model, _, _ = sys.modules[text.name].load_trained(tmp_path / "whole", "cpu")
+    weights, exported = model.state_dict(), load_file(tmp_path / "model.safetensors")
+    assert exported.keys() == weights.keys()
+    for name, tensor in exported.items():
+        assert tensor.dtype == weights[name].dtype and torch.equal(tensor, weights[name]), name
+    if change is with_int8:
+        assert exported["norm.1.weight"].dtype == torch.int8
+        assert exported["norm.1.scale"].dtype == torch.float16
+    else:
+        assert any("parametrizations" in name for name in exported)
+    inputs = torch.randint(256, (3, 9))
+    program = torch.export.load(tmp_path / "model.pt2").module()
+    with torch.no_grad():
+        torch.testing.assert_close(program(inputs), model(inputs), atol=1e-5, rtol=1e-5)
+
+
 class Branches(nn.Module):
     """Looks at a value."""
 
@@ -137,6 +193,17 @@ class LikeTransformers(nn.Module):
         return Fields(self.head(input_ids) * attention_mask[:, None])
 
 
+class Wrapper(nn.Module):
+    """Passes on whatever it is given, as peft's wrapper of any model does."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+
 class OfAList(nn.Module):
     """Takes a list of tensors."""
 
@@ -150,8 +217,11 @@ def test_a_program_takes_what_the_loss_gives_the_model(text: Project) -> None:
     x, mask = torch.randn(2, 3), torch.ones(2)
     by_name = {"input_ids": x, "attention_mask": mask, "labels": mask, "use_cache": False}
     like, of_a_list = LikeTransformers(), OfAList()
+    wrapper = Wrapper(like)
+    one_sample = {"input_ids": x[:1], "attention_mask": mask[:1]}
     for model, use, more, output in (
-        (like, lambda: like(**by_name), {"input_ids": x[:1], "attention_mask": mask[:1]}, None),
+        (like, lambda: like(**by_name), one_sample, None),
+        (wrapper, lambda: wrapper(**by_name), one_sample, None),
         (of_a_list, lambda: of_a_list([x, x]), ([x[:1], x[:1]],), 2 * x[:1]),
     ):
         call = program.find_call(model, use)

@@ -2,16 +2,19 @@
 
 import base64
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from sklearn.metrics import r2_score, roc_auc_score
 
 from tests.conftest import ROOT, Project, bake, project_fixture, recipe, records, run
@@ -61,8 +64,10 @@ def test_a_metric_over_the_whole_validation_and_early_stopping_by_it(
     answers = iter(labels.split(size))
 
     state.module.forward = knows_all
+    frozen = next(state.module.children()).eval()
     names["Auc"]().after_validation(state, figures := {})
-    assert figures["auc"] == pytest.approx(1.0) and state.module.training
+    assert figures["auc"] == pytest.approx(1.0)
+    assert state.module.training and not frozen.training
     classes_there, read = 2, type(state.validation).__getitems__
 
     def two(data: Any, ids: list[int]) -> dict[str, torch.Tensor]:
@@ -228,6 +233,62 @@ def test_batches_of_similar_length(text: Project) -> None:
     later = order_of(text, "ByLength", lengths, 8, 5)
     assert np.array_equal(later.ids(10**9), order.ids(10**9))
     assert np.array_equal(later.ids(77), steps[77])
+
+
+def test_training_on_batches_of_similar_length(
+    text: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A resume has the same losses; other micro-batches, which are padded otherwise, too."""
+    train = text.module("train")
+    names = {**vars(text.module("model")), "pad_sequence": torch.nn.utils.rnn.pad_sequence}
+    exec(recipe("python", "ignore_index=-1"), names)
+    exec(f"class Padded:\n{recipe('python', 'pad_sequence')}", names)
+    draws = np.random.default_rng(0)
+    lengths = draws.integers(2, 33, 120)
+
+    class Sentences(names["Padded"]):
+        """Samples of many lengths, and the order of the page, in windows of three batches."""
+
+        def __init__(self, lengths: np.ndarray) -> None:
+            self.lengths = lengths
+            self.sequences = [draws.integers(97, 123, length) for length in lengths]
+
+        def __len__(self) -> int:
+            return len(self.sequences)
+
+        def order(self, batch_size: int, seed: int) -> Any:
+            order = order_of(text, "ByLength", self.lengths, batch_size, seed)
+            order.batches = 3
+            return order
+
+    training, validation = Sentences(lengths), Sentences(lengths[:8])
+    spec = text.module("data").build_datasets(text.config())[2]
+    monkeypatch.setattr(train, "build_datasets", lambda config: (training, validation, spec))
+    for module in ("train", "validation", "adds_up"):
+        monkeypatch.setattr(text.module(module), "compute_loss", names["compute_loss"])
+
+    def losses(run: str, steps: int, micro_batch: int) -> list[float]:
+        """Train, with a rate that does not depend on the number of steps."""
+        config = text.config(
+            run_dir=tmp_path / run,
+            train__steps=steps,
+            train__micro_batch_size=micro_batch,
+            train__log_every=1,
+            optim__warmup_steps=0,
+            optim__final_fraction=1.0,
+        )
+        train.run(config)
+        return [record["loss"] for record in records(tmp_path / run) if "loss" in record]
+
+    whole = losses("whole", 8, micro_batch=8)
+    assert len(whole) == 8
+    losses("halves", 4, micro_batch=8)
+    assert losses("halves", 8, micro_batch=8) == whole
+    assert losses("small", 8, micro_batch=2) == pytest.approx(whole, rel=1e-5)
+    assert "does not add up" not in caplog.text
 
 
 def test_weighted_samples(text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -427,3 +488,52 @@ def test_a_recommender_from_the_recipes(tmp_path: Path) -> None:
     done = start("train", "--device", "cpu", "--fresh")
     line = "error: users.weight has sparse gradients: make it with sparse=False\n"
     assert (done.returncode, done.stderr) == (2, line)
+
+
+def test_early_stopping_does_not_count_a_loss_that_is_not_a_number() -> None:
+    exec(recipe("python", "class EarlyStopping"), names := {"Any": Any})
+    stopping, reasons = names["EarlyStopping"](), []
+    state = SimpleNamespace(finish=reasons.append)
+    for loss in (2.0, 3.0, math.nan, math.nan, math.nan, 3.0):
+        stopping.after_validation(state, {"validation_loss": loss})
+    assert (stopping.best, stopping.bad, reasons) == (2.0, 2, [])
+    stopping.after_validation(state, {"validation_loss": math.inf})
+    assert reasons == ["no validation was better than 2.0000"]
+
+
+def test_lora_is_merged(text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The plain model with the merged weights computes what the one with the addition does."""
+    train, model = text.module("train"), text.module("model")
+    load_trained = sys.modules[text.name].load_trained
+    spec = text.module("data").build_datasets(text.config())[2]
+    plain = model.build_model(text.config(), spec)
+    exec(recipe("python", "class Lora"), names := dict(vars(model)))
+    for module in (train, model):
+        monkeypatch.setattr(module, "build_model", names["build_model"])
+    monkeypatch.chdir(tmp_path)
+    train.run(text.config(run_dir=tmp_path / "runs/lora", train__steps=4, train__validate_every=4))
+    text(
+        "export",
+        "--run-dir",
+        str(tmp_path / "runs/lora"),
+        "--to",
+        str(tmp_path / "lora.safetensors"),
+    )
+    exec(recipe("python", "merged.safetensors"), {})
+    lora = load_trained(tmp_path / "runs/lora", "cpu")[0]
+    plain.load_state_dict(load_file(tmp_path / "merged.safetensors"))
+    tokens = torch.arange(20).view(2, 10)
+    with torch.no_grad():
+        assert lora.blocks[0].attention.qkv.up.abs().sum() > 0
+        torch.testing.assert_close(plain.eval()(tokens), lora(tokens))
+
+
+def test_half_of_the_images_are_flipped() -> None:
+    names: dict[str, Any] = {"Tensor": torch.Tensor, "torch": torch, "np": np}
+    exec(f"class Data:\n{recipe('python', 'Flip about half')}", names)
+    images, labels = torch.rand(6, 1, 2, 3), torch.arange(6)
+    keys = np.array([0, 1, 2, 2**64 - 1, 3, 8], np.uint64)
+    batch = names["Data"]().augment({"images": images, "labels": labels}, keys)
+    for image, before, key in zip(batch["images"], images, keys, strict=True):
+        assert torch.equal(image, before.flip(-1) if key % 2 == 0 else before)
+    assert torch.equal(batch["labels"], labels)

@@ -137,6 +137,12 @@ def test_files_may_say_what_they_are_for(
     assert "packed.gz" in lines[0] and f"test.{ending}" in lines[1] and len(lines) == 2
 
 
+def test_a_name_need_not_be_utf_8(project: Project, text: Path, tmp_path: Path) -> None:
+    (text / os.fsdecode(b"caf\xe9.txt")).write_text("the of the")
+    assert tokens(project, text, tmp_path / "tokens")["documents"] == 41
+    assert "the of the" in documents(tmp_path / "tokens")
+
+
 def test_a_model_is_trained_on_them_and_answers_in_text(
     project: Project, text: Path, tmp_path: Path, capfdbinary: pytest.CaptureFixture[bytes]
 ) -> None:

@@ -40,10 +40,32 @@ def theirs(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder)
 
 
+def check_facts(folder: Path, model: Any, context: int) -> None:
+    """What other programs read besides the weights: their dtype, a tied head, the tokenizer."""
+    from safetensors import safe_open
+    from transformers import AutoTokenizer
+
+    settings = json.loads((folder / "config.json").read_text())
+    assert (settings.get("dtype") or settings["torch_dtype"]) == "float32"
+    assert settings["tie_word_embeddings"] and settings["max_position_embeddings"] == context
+    assert model.lm_head.weight.data_ptr() == model.model.embed_tokens.weight.data_ptr()
+    files = [*folder.glob("*.safetensors")]
+    for file in files:
+        with safe_open(file, "pt") as opened:
+            # Some versions of transformers refuse a file without it.
+            assert opened.metadata() == {"format": "pt"}
+    assert files
+    if (folder / "tokenizer.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        assert tokenizer.model_max_length == context
+        assert len(tokenizer) <= settings["vocab_size"]
+
+
 def compare(project: Project, run: Path, folder: Path, weights: str = "last") -> None:
     """By the folder alone: the same logits, and the same greedy text."""
     ours, spec, config = sys.modules[project.name].load_trained(run, "cpu", weights=weights)
     model = theirs(folder)
+    check_facts(folder, model, config.data.context)
     tokens = torch.arange(2 * config.data.context).view(2, -1) % spec.vocabulary
     with torch.no_grad():
         torch.testing.assert_close(model(tokens).logits, ours(tokens), atol=1e-5, rtol=1e-5)

@@ -1,6 +1,7 @@
 """Validation in batches of its own size, and where early stopping ends a run."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -93,5 +94,13 @@ def test_the_best_checkpoint_is_exported_and_loaded(
     other = tmp_path / "other"
     # No validation has this figure.
     project.module("train").run(project.config(run_dir=other, **changes))
-    line = project.refuses("infer", "--run-dir", str(other), "--step", "best")
-    assert "no checkpoint in" in line and "was validated" in line
+    no_number = "no validation had a number for validation_score"
+    assert no_number in project.refuses("infer", "--run-dir", str(other), "--step", "best")
+
+    def no_score(state: Any, figures: dict[str, float]) -> None:
+        figures["score"] = math.nan
+
+    absent = tmp_path / "absent"
+    config = project.config(run_dir=absent, **changes)
+    project.module("train").run(config, [SimpleNamespace(after_validation=no_score)])
+    assert no_number in project.refuses("infer", "--run-dir", str(absent), "--step", "best")

@@ -331,24 +331,56 @@ def require_same_model(model: nn.Module, world: World) -> None:
     Collective. DDP's broadcast, and an optimizer that divides its work, match tensors of the ranks
     by their order. With different orders they would mix up layers of the same shape.
     """
-    if world.size == 1:
-        return
     tensors: list[str] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         tensors.append(f"{name} {list(tensor.shape)} {tensor.dtype}".replace("torch.", ""))
+    _require_same_order(
+        tensors,
+        world,
+        problem="the ranks have built different models",
+        advice="build_model (model.py) must register parameters and buffers in the same order in "
+        "each process: loop over a sorted list, not over a set",
+    )
+
+
+def require_same_optimizer(
+    optimizer: torch.optim.Optimizer, model: nn.Module, world: World
+) -> None:
+    """Raise UserError, on every rank, unless the optimizers of all have the same order; collective.
+
+    An optimizer that divides its work sends its results by the order of its parameters, and their
+    states are saved by it.
+    """
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    parameters: list[str] = []
+    for index, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            name = names.get(parameter, f"a tensor {list(parameter.shape)} outside the model")
+            parameters.append(f"{name} in group {index}")
+    _require_same_order(
+        parameters,
+        world,
+        problem="the optimizers of the ranks have their parameters in different orders",
+        advice="build_optimizer (optim.py) must list the parameters in the same order in each "
+        "process: loop over model.parameters() or a sorted list, not over a set",
+    )
+
+
+def _require_same_order(entries: list[str], world: World, problem: str, advice: str) -> None:
+    """Raise UserError, on every rank, with the first entry that two ranks differ in; collective."""
+    if world.size == 1:
+        return
     digests = [""] * world.size
-    dist.all_gather_object(digests, fingerprint(*tensors))
+    dist.all_gather_object(digests, fingerprint(*entries))
     if len(set(digests)) == 1:
         return
-    tensors_of: list[list[str]] = [[]] * world.size
-    dist.all_gather_object(tensors_of, tensors)
-    for rank, theirs in enumerate(tensors_of):
-        for ours, other in itertools.zip_longest(tensors_of[0], theirs, fillvalue="nothing"):
+    entries_of: list[list[str]] = [[]] * world.size
+    dist.all_gather_object(entries_of, entries)
+    for rank, theirs in enumerate(entries_of):
+        for ours, other in itertools.zip_longest(entries_of[0], theirs, fillvalue="nothing"):
             if ours != other:
                 raise UserError(
-                    f"the ranks have built different models: rank 0 has {ours} where rank {rank} "
-                    f"has {other}. build_model (model.py) must register parameters and buffers in "
-                    "the same order in each process: loop over a sorted list, not over a set"
+                    f"{problem}: rank 0 has {ours} where rank {rank} has {other}. {advice}"
                 )
 
 

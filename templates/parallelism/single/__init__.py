@@ -87,6 +87,10 @@ def require_same_model(model: Any, world: World) -> None:
     """Do nothing, since no other process has built a model."""
 
 
+def require_same_optimizer(optimizer: Any, model: Any, world: World) -> None:
+    """Do nothing, since no other process has built an optimizer."""
+
+
 def launcher() -> str | None:
     """Return None, since no launcher started this process."""
     return None

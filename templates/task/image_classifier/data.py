@@ -6,6 +6,7 @@ values, since a run saves it as spec.json, from which `infer` reads it without t
 is optional.
 """
 
+import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,10 +99,15 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
             left_out.append(file)
     warn_left_out(left_out, "not images in a folder of their class")
     check_regular(files)
+    # Links to folders are followed. The images of a broken one would be missing without a word.
+    for folder in path.glob("*/*" if divided else "*"):
+        if folder.is_symlink() and not folder.exists() and folder.name[0] != ".":
+            raise UserError(f"{folder} is a broken link: repair it, or remove it")
     classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
     parts: tuple[list[Path], list[Path]] = ([], [])
     for file in files:
-        named = f"{file.parent.name}/{file.name}".encode()
+        # Its bytes, since a name need not be UTF-8.
+        named = os.fsencode(f"{file.parent.name}/{file.name}")
         chosen = zlib.crc32(named) % VALIDATION_SHARE == 0
         parts[file.parts[-3] in FOR_VALIDATION if divided else chosen].append(file)
     if not parts[0] or not parts[1]:

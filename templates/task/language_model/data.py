@@ -45,7 +45,7 @@ class DataConfig(TextConfig):
     context: int = 128
     """Context length, in tokens."""
     vocabulary: int = 0
-    """Vocabulary size of .bin files (GPT-2: 50257); text has 256 bytes."""
+    """Vocabulary size of .bin files (GPT-2: 50257; 0: not given). Ignored for text (256 bytes)."""
     token_type: Literal["uint16", "uint32"] = "uint16"
     """Integer type of .bin files (little-endian tokens without a header, as in nanoGPT)."""
 
@@ -236,7 +236,8 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
         # A hash of the name is the same on every machine, and does not change when files are added.
-        chosen = zlib.crc32(name.as_posix().encode()) % VALIDATION_SHARE == 0
+        # Its bytes, since a name need not be UTF-8.
+        chosen = zlib.crc32(os.fsencode(name.as_posix())) % VALIDATION_SHARE == 0
         parts[split or ("val" if chosen else "train")].append(content)
     both = [parts["train"], parts["val"]]
     # With very few files, the hash may have chosen all of them for validation.

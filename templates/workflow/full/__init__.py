@@ -21,7 +21,7 @@ class WorkflowConfig(stages.WorkflowConfig):
     """Settings of the workflow's stages."""
 
     expect: Path | None = None
-    """TOML file with expected losses; if it is missing, see workflow/expected.toml of the run."""
+    """TOML file with expected losses; if it does not exist, `baseline` fails and proposes one."""
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:

@@ -165,7 +165,7 @@ class SaveTimes:
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Return the seconds of a step without a save, of saves and of a restore, on the slowest rank.
 
-    Training goes on while a checkpoint is written, as in a run.
+    Training continues while a checkpoint is written, as in a run.
     """
     checkpointer = resume(state, run_dir, group)
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
@@ -181,7 +181,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
 
 
 def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> SaveTimes:
-    """Save several times while training goes on, and restore once; return the times of this rank.
+    """Save several times while training continues, and restore once; return the times of this rank.
 
     Each save is followed by as many steps as the first one took, and compared with the steps just
     before it.

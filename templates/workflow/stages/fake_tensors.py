@@ -122,6 +122,7 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
     replace(loop, "annotated", meter.annotated)
     replace(parallel, "build", build_at_once)
     replace(loop, "require_same_model", do_nothing)
+    replace(loop, "require_same_optimizer", do_nothing)
     replace(parallel, "require_same", do_nothing)
     replace(parallel, "agree_on_buffers", do_nothing)
     # FSDP frees gathered weights with this method, without an operator that the meter sees.

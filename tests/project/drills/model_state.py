@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -51,6 +52,32 @@ class InOrderOfRank(nn.Module):
             self.add_module(name, nn.Linear(4, 4))
 
 
+def build_in_order_of_rank(training: Any) -> Any:
+    """Let the run's build_model add such layers, until the block is left."""
+    build = training.build_model
+
+    def build_model(config: Any, spec: Any) -> nn.Module:
+        model = build(config, spec)
+        model.add_module("of_rank", InOrderOfRank())
+        return model
+
+    return patch.object(training, "build_model", build_model)
+
+
+def optimize_in_order_of_rank(training: Any) -> Any:
+    """Let the run's build_optimizer reverse its groups on one rank, until the block is left."""
+    build = training.build_optimizer
+
+    def build_optimizer(config: Any, model: nn.Module) -> torch.optim.Optimizer:
+        optimizer = build(config, model)
+        if os.environ["RANK"] == "1":
+            for group in optimizer.param_groups:
+                group["params"].reverse()
+        return optimizer
+
+    return patch.object(training, "build_optimizer", build_optimizer)
+
+
 def freeze(state: Any) -> None:
     """Before a step, freeze a parameter."""
     if state.step == 2:
@@ -78,11 +105,14 @@ def main(folder: Path, packages: list[str]) -> None:
             world = importlib.import_module(f"{name}.distributed").join(
                 config.Config().parallel, "cpu"
             )
-        with refused(name, "rank 0 has first.weight", "rank 1 has second.weight", "sorted list"):
-            importlib.import_module(f"{name}.distributed").require_same_model(
-                InOrderOfRank(), world
-            )
+        training = importlib.import_module(f"{name}.train")
         run = folder / name
+        words = ("different models: rank 0 has of_rank.first", "rank 1 has of_rank.second")
+        with build_in_order_of_rank(training), refused(name, *words, "sorted list"):
+            train(name, run / "model", world, SimpleNamespace())
+        words = ("rank 0 has blocks.0.norm1.weight in group 1", "rank 1 has norm.weight in group 1")
+        with optimize_in_order_of_rank(training), refused(name, *words, "sorted list"):
+            train(name, run / "optimizer", world, SimpleNamespace())
         with refused(name, "was frozen or unfrozen", "rate_factor"):
             train(name, run / "frozen", world, SimpleNamespace(before_step=freeze))
         with refused(name, "added to or removed from the optimizer", "rate_factor"):

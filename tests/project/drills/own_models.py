@@ -6,6 +6,7 @@ variant; runs go to FOLDER/<ranks>/<package>.
 
 import importlib
 import json
+import logging
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -36,7 +37,11 @@ def main(folder: Path, packages: list[str]) -> None:
     """Train each package's model in every way; the losses go to FOLDER/<ranks>.json."""
     world: Any = None
     losses: dict[str, list[float]] = {}
+    warnings: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     for name in packages:
+        logging.getLogger(name).addHandler(handler)
         training = importlib.import_module(f"{name}.train")
         config = importlib.import_module(f"{name}.config")
         build = importlib.import_module(f"{name}.model").build_model
@@ -87,6 +92,7 @@ def main(folder: Path, packages: list[str]) -> None:
             assert set(exported) == set(keys), "an export has other names than the model"
             build(settings, spec).load_state_dict(exported, strict=True)
             assert all(torch.equal(exported[key], undisturbed[key]) for key in keys)
+    assert not any("Python attributes" in warning for warning in warnings), warnings
     if world.rank == 0:
         (folder / f"{world.size}.json").write_text(json.dumps(losses))
         print(f"{len(packages)} models trained on {world.size} ranks")

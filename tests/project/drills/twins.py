@@ -250,15 +250,15 @@ class Odds(Plain):
 class Quantized(nn.Module):
     """A frozen layer of int8, a scale in half precision, a trained adapter, as in QLoRA."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int = 16) -> None:
         super().__init__()
-        values = torch.randn(16, 16) / 4
+        values = torch.randn(width, width) / 4
         scale = values.abs().amax(1, keepdim=True) / 127
         values = (values / scale).round().to(torch.int8)
         self.weight = nn.Parameter(values, requires_grad=False)
         self.register_buffer("scale", scale.half())
-        self.down = nn.Parameter(torch.randn(4, 16) / 4)
-        self.up = nn.Parameter(torch.zeros(16, 4))
+        self.down = nn.Parameter(torch.randn(4, width) / 4)
+        self.up = nn.Parameter(torch.zeros(width, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         frozen = F.linear(x, self.weight.to(x.dtype) * self.scale.to(x.dtype))

@@ -93,7 +93,7 @@ def infer(arguments: list[str]) -> int:
         """The run, its checkpoint, and the input."""
 
         step: Step = None
-        """Step of the checkpoint, or "best" by validation (default: the newest good one)."""
+        """Step of the checkpoint, or "best" by validation (none: the newest good one)."""
         weights: Weights = "last"
         """Weights to use: the last ones, or their EMA (--optim.ema)."""
         base: Path | None = None

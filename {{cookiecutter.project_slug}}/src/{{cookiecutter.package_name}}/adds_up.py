@@ -224,10 +224,12 @@ def warn_unless_sums_add_up(state: "State") -> None:
     """
     world = state.world
     settings = state.config.train
-    samples = min(settings.micro_batch_size, settings.global_batch_size, MOST_SAMPLES)
     is_divided = world.size > 1 or len(state.plan) > 1
-    if state.step > 0 or not is_divided or samples == 1 or is_declared():
+    if state.step > 0 or not is_divided or is_declared():
         return
+    samples = min(settings.micro_batch_size, settings.global_batch_size, MOST_SAMPLES)
+    # One sample has no halves. The global batch has two, since it is divided.
+    samples = max(samples, 2)
     with unchanged(state):
         found = _find_difference(state, samples)
     if found is None or world.rank > 0:

@@ -28,7 +28,7 @@ class CompileConfig:
     """Settings of torch.compile."""
 
     mode: Literal["none", "blocks", "full"] = "none"
-    """What to compile: nothing, each of blocks(model) (equal ones once), or the whole model."""
+    """none; blocks: each module of blocks(model), identical ones once; full: the whole model."""
     dynamic: bool | None = None
     """Dynamic shapes: from the start (True), never (False), or once shapes vary (None)."""
     autotune: bool = False

@@ -48,7 +48,7 @@ class TrainConfig:
     global_batch_size: int = BATCH_SIZE
     """Samples per optimizer step over all ranks; fixed for the run, like the order of samples."""
     micro_batch_size: int = BATCH_SIZE
-    """Samples per forward on each rank; gradients of the rest are accumulated."""
+    """Samples per forward on each rank; if its share is larger, gradients are accumulated."""
     log_every: int = 10
     """Steps between log lines, which are also the lines of metrics.jsonl."""
     validate_every: int = 100
@@ -72,7 +72,7 @@ class TrainConfig:
     on_bad_step: Literal["skip", "stop"] = "skip"
     """On a non-finite loss or gradient: skip the step, or stop and name the samples (slower)."""
     max_bad_steps: int = 20
-    """Stop the run after this many skipped steps in a row, in whole log intervals (0: never)."""
+    """Stop the run after this many skipped steps in a row (0: never); checked at each log line."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():

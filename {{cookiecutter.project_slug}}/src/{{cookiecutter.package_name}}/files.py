@@ -281,7 +281,9 @@ def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> 
     for file in files:
         size = file.stat().st_size
         sizes.append(size)
-        listing.append(f"{file.relative_to(root).as_posix()} {size}")
+        # Python decodes a name by the locale, but its bytes are the same in all of them.
+        name = os.fsencode(file.relative_to(root).as_posix())
+        listing.append(f"{name.decode('utf-8', 'surrogateescape')} {size}")
     # At most PROBES in total: several per file if there are few files, else one in every n-th file.
     every = max(1, -(-len(files) // PROBES))
     in_each = max(1, PROBES // max(1, len(files)))

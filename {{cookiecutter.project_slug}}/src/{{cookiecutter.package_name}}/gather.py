@@ -1,4 +1,4 @@
-"""Gather features of all ranks, for losses that compare samples of the whole batch, such as CLIP.
+"""Gather features of all ranks, for losses that compare the whole batch, such as CLIP.
 
 Let a rank's loss be the sum over its own samples, each compared with all samples. Then the sums of
 all ranks, and their gradients, add up to those of the global batch.

@@ -108,8 +108,9 @@ def find_call(trained: nn.Module, use: Callable[[], object]) -> Call:
 def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> Call:
     """Split the arguments of a call into inputs and settings, without optional targets."""
     parameters = inspect.signature(trained.forward).parameters
-    optional = {name for name, each in parameters.items() if each.default is not each.empty}
-    targets = optional.intersection(TARGETS)
+    required = {name for name, each in parameters.items() if each.default is each.empty}
+    # A wrapper with **kwargs, such as that of peft, does not name the arguments of its model.
+    targets = set(TARGETS) - required
     positional: list[Any] = []
     inputs: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
@@ -161,8 +162,7 @@ def make_program(
             shapes[leaf] = sizes
     forward = trained.forward
     try:
-        if call.fixed:
-            trained.forward = functools.partial(forward, **call.fixed)  # type: ignore[assignment]
+        trained.forward = with_named_inputs(forward, call)
         with torch.no_grad(), trained.register_forward_hook(as_plain_output):
             return torch.export.export(trained, call.arguments, call.by_name, dynamic_shapes=shapes)
     # torch.export raises many types, with pages of advice: keep the first line.
@@ -174,6 +174,24 @@ def make_program(
         ) from error
     finally:
         trained.forward = forward
+
+
+def with_named_inputs(forward: Callable[..., Any], call: Call) -> Any:
+    """Return `forward` with the settings of a call, and with a signature that names its inputs.
+
+    torch.export fails for an input that the signature has only as part of **kwargs.
+    """
+    named: Any = functools.partial(forward, **call.fixed)
+    parameters: list[inspect.Parameter] = []
+    for parameter in inspect.signature(named).parameters.values():
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD:
+            parameters.append(parameter)
+    names = {parameter.name for parameter in parameters}
+    for name in call.by_name:
+        if name not in names:
+            parameters.append(inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY))
+    named.__signature__ = inspect.Signature(parameters)
+    return named
 
 
 def as_plain_output(_: nn.Module, arguments: Any, output: Any) -> Any:

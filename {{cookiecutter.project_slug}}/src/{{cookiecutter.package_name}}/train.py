@@ -26,7 +26,16 @@ from .compile import Compiling, checkpoint_activations, compile_model
 from .config import Config, override, spec_to_json, with_steps
 from .data import build_datasets
 from .device import annotated, move, set_up_torch
-from .distributed import Group, World, join, leave, monitors, parallel, require_same_model
+from .distributed import (
+    Group,
+    World,
+    join,
+    leave,
+    monitors,
+    parallel,
+    require_same_model,
+    require_same_optimizer,
+)
 from .distributed.stop import Agreed, Stop
 from .ema import keep_average
 from .errors import UserError
@@ -169,6 +178,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     module = parallel.wrap(model, blocks(model), config.parallel, world, dtype)
     optimizer = build_optimizer(config.optim, model)
     check_optimizer(optimizer, model)
+    require_same_optimizer(optimizer, model, world)
     if config.optim.ema:
         keep_average(optimizer)
     return State(

@@ -59,9 +59,9 @@ class ExportConfig:
     """FILE.pt (torch.save, with optimizer state), FILE.safetensors (weights only), FILE.pt2
     (a torch.export program), or a directory for a run that resumes there"""
     step: Step = None
-    """Step of the checkpoint, or "best" by validation (default: the newest good one)."""
+    """Step of the checkpoint, or "best" by validation (none: the newest good one)."""
     source: Path | None = None
-    """Run, checkpoint or exported file to read instead of the run --name (.pt2: only a run)."""
+    """Run, checkpoint or exported file to read instead of --name; to write a .pt2, only a run."""
     weights: Weights = "last"
     """Weights to write: the last ones, or their EMA (--optim.ema)."""
     base: Path | None = None
@@ -176,14 +176,20 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
 
 
 def best_checkpoint(directory: Place) -> Place:
-    """Return the checkpoint with the best validation score; UserError if none was validated."""
+    """Return the checkpoint with the best validation score; UserError if none has a score."""
     scores: dict[Place, Any] = {}
     for path in published(directory):
         with contextlib.suppress(CheckpointError, OSError):
             scores[path] = read_manifest(path)["score"]
     best = best_by_validation(scores)
     if best is None:
-        raise UserError(f"no checkpoint in {directory} was validated: give --step a number")
+        # The rule of the newest checkpoint, such as "min validation_loss".
+        rule = list(scores.values())[-1][0] if scores else "min validation_loss"
+        metric = rule.split()[1]
+        raise UserError(
+            f"no checkpoint in {directory} is the best, since no validation had a number for "
+            f"{metric}: give --step a number"
+        )
     return best
 
 

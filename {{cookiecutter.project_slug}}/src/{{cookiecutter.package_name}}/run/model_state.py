@@ -1,10 +1,14 @@
 """Check a model's train/eval modes, trained parameters, and state that is not in tensors."""
 
 import contextlib
+import hashlib
 import logging
+from collections import deque
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -16,7 +20,13 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Attributes that every torch module has.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
-PLAIN = (bool, int, float, str)
+PLAIN = (bool, int, float, str, np.generic)
+CONTAINERS = (list, tuple, deque, dict, set, frozenset)
+# Containers with more items, those nested more deeply, and larger arrays are compared by identity
+# and length alone.
+MOST_ITEMS = 1000
+MOST_NESTED = 2
+MOST_BYTES = 2**20
 
 
 def begin_training(model: nn.Module) -> None:
@@ -56,7 +66,7 @@ class ModelState:
 
     - UserError if a parameter was frozen, unfrozen or given to the optimizer during the run.
     - UserError if a buffer was None until the first step.
-    - A warning if the first step has changed Python values of the model.
+    - A warning if the first step has changed Python attributes of the model.
     """
 
     def __init__(self, state: "State") -> None:
@@ -71,7 +81,7 @@ class ModelState:
         self.trained = self._trained_now()
         self.sizes = [len(group["params"]) for group in state.optimizer.param_groups]
         self.undefined = undefined_buffers(state.model)
-        self.values = plain_attributes(state.model)
+        self.attributes = python_attributes(state.model)
         self.is_first_step = True
 
     def before_step(self, state: "State") -> None:
@@ -101,7 +111,7 @@ class ModelState:
         return [parameters[name].requires_grad for parameters, name in self.holders]
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """Check buffers and Python values once, after the first step of this process."""
+        """Check buffers and Python attributes once, after the first step of this process."""
         if not self.is_first_step:
             return
         self.is_first_step = False
@@ -112,16 +122,14 @@ class ModelState:
                     "resume would lack it: register it with its shape in __init__ (model.py), and "
                     "a second buffer for whether it is set"
                 )
-        changes: list[str] = []
-        after = plain_attributes(state.model)
-        for name, value in after.items():
-            before = self.values.get(name, "missing")
-            if value != before:
-                changes.append(f"{name} ({before} -> {value})")
+        changes = changed_attributes(self.attributes, python_attributes(state.model))
+        # They may hold tensors, whose memory is free from here on.
+        self.attributes.clear()
         if changes and state.world.rank == 0:
             log.warning(
                 "the first step has changed Python attributes of the model, which checkpoints do "
-                "not save: %s. A resumed run starts from the old values; use buffers to save them",
+                "not save: %s. A resumed run starts from their initial values: register them as "
+                "buffers, unless they are caches that forward overwrites before it reads them",
                 ", ".join(changes[:3]),
             )
 
@@ -136,15 +144,100 @@ def undefined_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
     return result
 
 
-def plain_attributes(model: nn.Module) -> dict[str, str]:
-    """Return the repr of plain attributes of all modules by full name; "a tensor" for tensors."""
-    values: dict[str, str] = {}
+@dataclass(frozen=True)
+class Attribute:
+    """A module's attribute at one time: what a warning shows of it, and what is compared."""
+
+    shown: str
+    content: Any
+
+
+class Identity:
+    """Compares an object by its identity, and keeps it, so that no other object gets its id."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and self.value is other.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+MISSING = Attribute("missing", None)
+
+
+def changed_attributes(before: dict[str, Attribute], after: dict[str, Attribute]) -> list[str]:
+    """Describe each attribute that is new or has another content."""
+    changes: list[str] = []
+    for name, now in after.items():
+        then = before.get(name, MISSING)
+        if now.shown != then.shown:
+            changes.append(f"{name} ({then.shown} -> {now.shown})")
+        elif now.content != then.content:
+            changes.append(f"{name} ({now.shown})")
+    return changes
+
+
+def python_attributes(model: nn.Module) -> dict[str, Attribute]:
+    """Return the attributes of all modules, by full name, that `forward` may keep values in.
+
+    These are plain values, containers, arrays, and tensors that are not registered.
+    """
+    buffers = {id(buffer) for buffer in model.buffers()}
+    attributes: dict[str, Attribute] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
-            if name in OF_EVERY_MODULE:
+            if name in OF_EVERY_MODULE or _is_computed(module, name):
                 continue
-            if value is None or isinstance(value, PLAIN):
-                values[f"{path}.{name}".lstrip(".")] = repr(value)
-            elif isinstance(value, torch.Tensor):
-                values[f"{path}.{name}".lstrip(".")] = "a tensor"
-    return values
+            shown = _describe(value)
+            if shown is not None:
+                content = _content(value, buffers)
+                attributes[f"{path}.{name}".lstrip(".")] = Attribute(shown, content)
+    return attributes
+
+
+def _is_computed(module: nn.Module, name: str) -> bool:
+    """Tell whether torch's older weight norm, spectral norm or pruning computes this weight."""
+    return f"{name}_g" in module._parameters or f"{name}_orig" in module._parameters
+
+
+def _describe(value: Any) -> str | None:
+    """Return how a warning shows a value; None if the value is of another kind."""
+    if value is None or isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        return "a tensor"
+    if isinstance(value, np.ndarray):
+        return "an array"
+    if isinstance(value, CONTAINERS):
+        return f"{type(value).__name__} of length {len(value)}"
+    return None
+
+
+def _content(value: Any, buffers: set[int], nested: int = 0) -> Any:
+    """Return what is compared of a value: cheap to get, and equal if the value has not changed."""
+    if value is None or isinstance(value, PLAIN):
+        return repr(value)
+    if isinstance(value, torch.Tensor):
+        # The optimizer changes parameters, and checkpoints hold them and the buffers.
+        if isinstance(value, nn.Parameter) or id(value) in buffers:
+            return "registered"
+        # Reading values would make the host wait for the device.
+        version = 0 if value.is_inference() else value._version
+        return Identity(value), version
+    if isinstance(value, np.ndarray):
+        if value.nbytes > MOST_BYTES:
+            return Identity(value), value.shape
+        return value.shape, value.dtype.str, hashlib.sha256(value.tobytes()).digest()
+    if isinstance(value, CONTAINERS):
+        if nested == MOST_NESTED or len(value) > MOST_ITEMS:
+            return Identity(value), len(value)
+        contents = [_content(item, buffers, nested + 1) for item in value]
+        if isinstance(value, dict):
+            contents += [_content(item, buffers, nested + 1) for item in value.values()]
+        if isinstance(value, (set, frozenset)):
+            return frozenset(contents)
+        return tuple(contents)
+    return type(value).__name__
