@@ -56,7 +56,7 @@ SECTIONS = {
     "fit": "duration-of-fit",
     "workflow": "the-workflow",
 }
-# The parts of a restart that are extrapolated from fewer ranks.
+# The parts of a restart that are extrapolated, from fewer ranks or from a part of the model.
 EXTRAPOLATED = ("met", "index")
 
 
@@ -101,7 +101,7 @@ def loop(found: Series) -> list[str | Goal]:
     mine = more.pop("ours, more")
     noise = more.pop("hand-written, again, more")
     lines: list[str | Goal] = [
-        goal("A step of our loop, in addition to a hand-written one", mine, 20, "µs"),
+        goal("Additional time of a step of our loop, beyond a hand-written one", mine, 20, "µs"),
         f"The hand-written loop, measured against itself, differs by {number(noise)} µs, which is "
         "noise.",
     ]
@@ -122,8 +122,8 @@ def save(found: Series) -> list[str | Goal]:
         others = {name: found[f"{ranks}: {name}, blocked"] for name in OTHERS}
         synchronous = others["dcp"]["median"]
         what = (
-            f"Time that a save with `dcp_async` blocks training, compared with `dcp`, {ranks} "
-            "(without slower steps)"
+            f"Time that a save with `dcp_async` blocks training, in percent of `dcp`'s ({ranks}, "
+            "slower steps not counted)"
         )
         percent = f"{100 * lost['median'] / synchronous:.0f} %"
         costs = [f"{OTHERS[name]} {number(one['median'])} s" for name, one in others.items()]
@@ -158,9 +158,15 @@ def restore(found: Series) -> list[str | Goal]:
     raw = found["1 rank: sha256 alone, from memory"]["median"]
     alone, both = (found[f"{ranks}: dcp, verify"]["median"] for ranks in ("1 rank", "2 ranks"))
     lines: list[str | Goal] = [
-        goal("One rank with two cores verifies a checkpoint", alone, 1, "GB/s", at_most=False),
         goal(
-            "Two ranks with one core each verify a checkpoint: each rank",
+            "Speed of one rank with two cores that verifies a checkpoint",
+            alone,
+            1,
+            "GB/s",
+            at_most=False,
+        ),
+        goal(
+            "Speed of each of two ranks with one core that verify a checkpoint",
             both / 2,
             1,
             "GB/s",
@@ -216,14 +222,14 @@ def sampler(found: Series) -> list[str | Goal]:
 
 def optimizer(found: Series) -> list[str | Goal]:
     """Muon compared with AdamW."""
-    name, how = "Muon, 0.75 of the steps", "Muon with 75 % of AdamW's 300 steps, worst of three seeds"
+    name, how = "Muon, 0.75 of the steps", "Muon with 75 % of AdamW's steps (worst of three seeds)"
     loss, time = (
         max(found[f"{name}: {kind}"]["values"])
         for kind in ("bits per byte over AdamW's", "training, of AdamW's")
     )
     return [
-        goal(f"{how}: loss below AdamW's", -loss, 0, "bits per byte", at_most=False),
-        goal(f"{how}: time, compared with AdamW", time, 1, "times"),
+        goal(f"{how}: how far below AdamW's loss", -loss, 0, "bits per byte", at_most=False),
+        goal(f"{how}: time, in percent of AdamW's", 100 * time, 100, "%"),
     ]
 
 
@@ -231,8 +237,8 @@ def startup(found: Series) -> list[str | Goal]:
     """Beginning."""
     first = found["first step"]["median"]
     return [
-        goal("Rendering a project", found["render"]["median"], 0.5, "s"),
-        goal("The first step of a project with the default answers", first, 5, "s"),
+        goal("Time to render a project", found["render"]["median"], 0.5, "s"),
+        goal("Time to the first step of a project with the default answers", first, 5, "s"),
     ]
 
 
@@ -260,13 +266,15 @@ def restart(found: Series) -> list[str | Goal]:
     )
     lines: list[str | Goal] = [
         goal(
-            "The next step after `kill -9` of a rank",
+            "Time from `kill -9` of a rank to the end of the next step",
             killed,
             2 * imported,
             "s",
-            why=", twice the import of torch",
+            why=" (twice the import of torch)",
         ),
-        goal("A start that resumes, without the import of torch", plain - imported, 1.3, "s"),
+        goal(
+            "Time of a start that resumes, without the import of torch", plain - imported, 1.3, "s"
+        ),
         "- The modules that torch itself imports for an optimizer and for DCP take "
         f"{number(needed - imported)} s in a separate process.",
     ]
@@ -287,7 +295,7 @@ def workflow(found: Series) -> list[str | Goal]:
     for task in measured:
         of_task = {n.removeprefix(f"{task}, "): s for n, s in found.items() if n.startswith(task)}
         total = of_task["all stages: duration"]["median"]
-        lines.append(goal(f"All five stages with `task={task}`", total / 60, 5, "minutes"))
+        lines.append(goal(f"Time of all five stages, `task={task}`", total / 60, 5, "minutes"))
         for mode in ("blocks", "full"):
             ratio = of_task[f"compiled, {mode}: eager time / compiled time"]
             low, high = min(ratio["values"]), max(ratio["values"])
@@ -360,7 +368,7 @@ def busy(found: Series) -> list[str | Goal]:
     )
     lines: list[str | Goal] = [
         bound,
-        goal("Training with a busy process on each core", alone / beside, 3, "times", why=" as long"),
+        goal("Slowdown by a busy process on each core", alone / beside, 3, "times"),
     ]
     if slower["low"] < 3 < slower["high"]:
         bound.met = "undecided"
@@ -382,7 +390,7 @@ def loss(found: Series) -> list[str | Goal]:
         100 * size / value["at once, memory"] for size in (value["as rendered, memory"], LOSS_NOW)
     )
     lines: list[str | Goal] = [
-        goal("Memory of our loss, compared with all logits at once", percent, 20, "%"),
+        goal("Memory of our loss, in percent of a loss with all logits at once", percent, 20, "%"),
         f"- The earlier chunks need {number(measured)} % of the memory of *at once*, and the "
         f"present ones {number(percent)} %.",
     ]
@@ -402,7 +410,7 @@ def with_loss_now(found: Series) -> Series:
     for name, entry in found.items():
         rows[name.replace("as rendered", LOSS_EARLIER)] = entry
         if name == "as rendered":
-            rows["this template now (2^28), counted, memory"] = now
+            rows["this template now (2^28; time not measured), memory"] = now
     return rows
 
 
@@ -422,7 +430,9 @@ def roofline(found: Series) -> list[str | Goal]:
 def fit(found: Series) -> list[str | Goal]:
     """Whether a model fits, before there is a GPU."""
     seconds = found["seconds"]["median"]
-    return [goal("`fit` for 64 billion parameters on 64 ranks, on one core", seconds, 60, "s")]
+    return [
+        goal("Time of `fit` for 64 billion parameters on 64 ranks, on one core", seconds, 60, "s")
+    ]
 
 
 TOPICS = (loop, save, restore, sampler, optimizer, startup, sharded_start, restart, busy, fit)
@@ -430,7 +440,7 @@ TOPICS += (loss, roofline, workflow, sft)
 
 
 def page(results: Path) -> str:
-    """The whole page: the text beside this program, with verdicts and tables filled in."""
+    """The whole page: the text beside this program, with goals and results filled in."""
     text = Template(TEXT.read_text("utf-8"))
     sections = {judge.__name__: section(results, judge) for judge in TOPICS}
     paths = [results / f"{judge.__name__}.json" for judge in TOPICS]
@@ -558,22 +568,22 @@ def gpu_in_short(series: Series) -> list[str]:
         if ours and theirs:
             percent = 100 * ours["median"] / theirs["median"]
             lines.append(f"- Our {name} GPT-2 reaches {percent:.0f} % of nanoGPT's tokens/s.")
-    lost = series.get("saves: dcp_async, lost")
-    if lost and all(f"saves: {name}, blocked" in series for name in ("dcp_async", *OTHERS)):
-        blocked, first = (
-            number(series[f"saves: dcp_async, {what}"]["median"])
-            for what in ("blocked", "first save, blocked")
-        )
+    blocked, first, lost = (
+        series.get(f"saves: dcp_async, {what}")
+        for what in ("blocked", "first save, blocked", "lost")
+    )
+    if blocked and first and lost:
         costs = [
             f"{shown} {number(series[f'saves: {name}, blocked']['median'])} s"
             for name, shown in OTHERS.items()
+            if f"saves: {name}, blocked" in series
         ]
         lines += [
-            f"- A save with `dcp_async` blocks training for {blocked} s, the first one for "
-            f"{first} s. Counting slower steps during the upload, a save costs "
-            f"{number(lost['median'])} s of training ({number(lost['p10'])} … "
+            f"- A save with `dcp_async` blocks training for {number(blocked['median'])} s, the "
+            f"first one for {number(first['median'])} s. Counting slower steps during the upload, "
+            f"a save costs {number(lost['median'])} s of training ({number(lost['p10'])} … "
             f"{number(lost['p90'])}).",
-            "- The others cost the time for which they block training: " + ", ".join(costs) + ".",
+            f"- The others cost the time for which they block training: {', '.join(costs)}.",
         ]
     return [*lines, ""] if lines else []
 

@@ -96,7 +96,8 @@ def table(results: Path) -> dict[str, str]:
         f"`{result['command']}`, {result['date']}: the files are sparse, so this measures how long "
         f"it takes to find, open and read them, not the disk. {machine['cpu']}, "
         f"{machine['cores']} cores, "
-        f"{machine['system']}, {machine['file_system']}, load {machine['load_before']}. "
+        f"{machine['system']}, {machine['file_system']}, "
+        f"[load](../evidence/benchmarks.md#how-to-read-the-tables) {machine['load_before']}. "
         f"{', '.join(f'{name} {version}' for name, version in packages)}.",
     ]
     held = max(value for name, value in middle.items() if name.endswith(": held open"))
