@@ -168,8 +168,11 @@ def restarts(results: Path, costs: Costs, rate: float, lives: np.ndarray) -> lis
 def measured(path: Path) -> dict[str, float]:
     """Costs by what a run's `checkpoint` stage has measured."""
     figures = json.loads(path.read_text("utf-8"))["figures"]
-    blocked, whole = (figures[f"{name}_seconds"]["median"] for name in ("blocked", "save"))
-    return {"blocked": blocked, "save": whole, "restart": figures["restart_seconds"]["total"]}
+    # A save also makes the steps beside it slower. Older results lack this cost.
+    cost = figures.get("cost_seconds", figures["blocked_seconds"])
+    whole = figures["save_seconds"]
+    restart = figures["restart_seconds"]["total"]
+    return {"blocked": cost["median"], "save": whole["median"], "restart": restart}
 
 
 def main() -> None:
