@@ -185,6 +185,8 @@ def restore(found: Series) -> list[str | Goal]:
     one_file = found["1 rank: torch_save, load"]["median"]
     return [
         *lines,
+        f"- Each of two ranks verifies at {number(both / 2)} GB/s, half of the "
+        f"{number(both)} GB/s of both.",
         f"- A single file (`torch_save`) is memory-mapped and loaded at {number(one_file)} GB/s.",
         f"- For comparison, sha256 alone hashes memory at {number(raw)} GB/s on one core.",
     ]
@@ -198,9 +200,9 @@ def sampler(found: Series) -> list[str | Goal]:
     )
     lines: list[str | Goal] = [
         f"- With 10^12 samples, a seek to the start of the last million takes {number(far)} µs, "
-        f"and a seek to sample 0 takes {number(start)} µs ({number(again)} µs when repeated). The "
-        f"goal was an equal time. A seek to the very last sample takes {number(last)} µs, since it "
-        "also starts the next epoch."
+        f"and a seek to sample 0 takes {number(start)} µs ({number(again)} µs when repeated). "
+        f"A seek to the very last sample takes {number(last)} µs, since it also starts the next "
+        "epoch."
     ]
     if memory := found.get("ours, 10^12 samples: memory"):
         peer = found["DistributedSampler, 10^7 samples: memory"]["median"]
@@ -275,6 +277,8 @@ def restart(found: Series) -> list[str | Goal]:
         goal(
             "Time of a start that resumes, without the import of torch", plain - imported, 1.3, "s"
         ),
+        f"- *From a start to the next step* takes {number(plain - imported)} s without the import "
+        f"of torch: {number(plain)} s less {number(imported)} s.",
         "- The modules that torch itself imports for an optimizer and for DCP take "
         f"{number(needed - imported)} s in a separate process.",
     ]
@@ -343,8 +347,8 @@ def sft(found: Series) -> list[str | Goal]:
     for name, who in (("ours", "our recipe"), ("SFTTrainer", "SFTTrainer")):
         counts = found[f"{name}: files that differ after a resume"]["values"]
         lines.append(
-            f"- {counts.count(0)} of {len(counts)} resumed runs of {who} have the bits of the "
-            "undisturbed run: the adapter and the state of the optimizer."
+            f"- {counts.count(0)} of {len(counts)} resumed runs of {who} are bit-for-bit identical "
+            "to the undisturbed run, in the adapter and in the state of the optimizer."
         )
     return lines
 
@@ -410,21 +414,8 @@ def with_loss_now(found: Series) -> Series:
     for name, entry in found.items():
         rows[name.replace("as rendered", LOSS_EARLIER)] = entry
         if name == "as rendered":
-            rows["this template now (2^28; time not measured), memory"] = now
+            rows["this template now (2^28; counted on 28 November 2026; no time), memory"] = now
     return rows
-
-
-def roofline(found: Series) -> list[str | Goal]:
-    """The bounds of a step."""
-    eager, compiled = (
-        found[f"H200: {way} step, MFU at most"]["median"] for way in ("an eager", "a compiled")
-    )
-    on_h100 = found["H100: a compiled step, MFU at most"]["median"]
-    return [
-        f"- On an H200, the bound is {number(eager)} % MFU for an eager step, and "
-        f"{number(compiled)} % for a compiled step.",
-        f"- On an H100, the bound is {number(on_h100)} % MFU for a compiled step.",
-    ]
 
 
 def fit(found: Series) -> list[str | Goal]:
@@ -436,7 +427,7 @@ def fit(found: Series) -> list[str | Goal]:
 
 
 TOPICS = (loop, save, restore, sampler, optimizer, startup, sharded_start, restart, busy, fit)
-TOPICS += (loss, roofline, workflow, sft)
+TOPICS += (loss, workflow, sft)
 
 
 def page(results: Path) -> str:
@@ -451,6 +442,8 @@ def page(results: Path) -> str:
         compared=compared(results),
         goals=goals(results),
         gpu=gpu(results),
+        **roofline(results),
+        state_mb=state_mb(results),
         quiet=QUIET,
         disturbed=disturbed,
         measured=len(found),
@@ -500,9 +493,10 @@ def compared(results: Path) -> str:
         f"one, which is {100 * ours / by_hand:.0f} % of its {number(by_hand)} µs. Lightning "
         f"Fabric's takes {number(fabric)} µs longer, Accelerate's {number(accelerate)} µs, and "
         f"Lightning Trainer's {number(trainer)} µs.",
-        "- [Saving](#saving), with 1 and 2 ranks on two cores: an asynchronous save blocks "
-        f"training for {blocked} ms. Counting slower steps during the upload, it costs {lost} ms "
-        f"of training. Plain `torch.save`, which neither syncs nor hashes, costs {plain} ms.",
+        "- [Saving](#saving), with 1 and 2 ranks on two cores: an asynchronous save of "
+        f"{state_mb(results)} MB blocks training for {blocked} ms. Counting slower steps during "
+        f"the upload, it costs {lost} ms of training. Plain `torch.save`, which neither syncs nor "
+        f"hashes, costs {plain} ms.",
         "- [GPT-2 on an H200](#on-a-gpu-with-an-earlier-version): compiled, an earlier version "
         f"reached {compiled:.0f} % of nanoGPT's tokens/s, and eager {eager:.0f} %. A "
         f"[later one](gpus.md#speed-of-a-training-step) reached {LATER[0]} % and {LATER[1]} %. The "
@@ -556,6 +550,23 @@ def gpu(results: Path) -> str:
     on = f"{origin['device']}, driver {origin['driver']}, CUDA {origin['cuda']}"
     end = f"`{result['command']}`, {result['date']}. {on}. {packages}."
     return "\n".join([*lines, "", end])
+
+
+def state_mb(results: Path) -> str:
+    """The megabytes that a save writes."""
+    settings = json.loads((results / "save.json").read_text("utf-8"))["settings"]
+    return f"{settings['state_mb']:.0f}"
+
+
+def roofline(results: Path) -> dict[str, str]:
+    """The estimates of a step on an H200."""
+    result = json.loads((results / "roofline.json").read_text("utf-8"))
+    found: dict[str, str] = {"roofline_date": result["date"]}
+    for way in ("eager", "compiled"):
+        name = f"H200: {'an' if way == 'eager' else 'a'} {way} step"
+        found[f"{way}_step"] = number(result["series"][name]["median"])
+        found[f"{way}_mfu"] = number(result["series"][f"{name}, MFU at most"]["median"])
+    return found
 
 
 def gpu_in_short(series: Series) -> list[str]:
@@ -647,6 +658,9 @@ def scaling(results: Path) -> str:
         )
     }
     cost_on_gpu = on_gpu["dcp_async, lost"]["median"]
+    # Bytes a second that a rank reads, by the column "verify and read".
+    fsdp, hsdp, largest, *_ = result["restarts"]
+    rate = STATE / fsdp["gpus"] / fsdp["parts"]["read"]
     return Template(SCALING_TEXT.read_text("utf-8")).substitute(
         goodput="\n".join(lines),
         restarts="\n".join(restarts),
@@ -654,6 +668,11 @@ def scaling(results: Path) -> str:
         copies=f"{LLAMA_GPUS // GROUP}",
         share=f"{STATE / GROUP / 1e9:.0f}",
         gradients=f"{STATE / 3 / GROUP / 1e9:.0f}",
+        storage_rank=number(rate / 1e9),
+        storage_fsdp=f"{rate * fsdp['gpus'] / 1e12:.1f}",
+        storage_hsdp=f"{rate * hsdp['gpus'] / 1e12:.1f}",
+        storage_largest=f"{rate * largest['gpus'] / 1e12:.0f}",
+        storage_slow=number(hsdp["gpus"] / GROUP * STATE / 1e12),
         network=f"{NETWORK / 1e9:.0f}",
         command=result["command"],
         failures=f"{settings['failures']:,}",

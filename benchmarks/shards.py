@@ -91,7 +91,9 @@ def table(results: Path) -> dict[str, str]:
     machine, packages = result["machine"], result["versions"].items()
     lines += [
         "",
-        f"Computing the ids of a global batch takes {', '.join(orders)}.",
+        f"Computing the ids of a global batch takes {', '.join(orders)}. (The times per id in "
+        "[Benchmarks](../evidence/benchmarks.md#the-order-of-samples) are longer: they include the "
+        "conversion to a Python list.)",
         "",
         f"`{result['command']}`, {result['date']}: the files are sparse, so this measures how long "
         f"it takes to find, open and read them, not the disk. {machine['cpu']}, "
