@@ -219,11 +219,13 @@ OWNERS: dict[str, tuple[str, ...]] = {
     ),
     **dict.fromkeys(
         (
-            *("train.sbatch", "Dockerfile", ".dockerignore", "entrypoint.sh", "volume.yaml"),
+            *("train.sbatch", ".dockerignore", "entrypoint.sh", "volume.yaml"),
             *("trainjob.yaml", "pytorchjob.yaml"),
         ),
         RANKS_AND_CLUSTER,
     ),
+    # Its image has the client of an object store.
+    "Dockerfile": (*RANKS_AND_CLUSTER, "storage"),
 }
 # What any answer may change; the rendered tests, besides, as they test what is there.
 EVERYWHERE = {"pyproject.toml", "README.md", ".cookiecutter.json"}
