@@ -132,9 +132,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         must not step before `before_optimizer_step()` has returned. Raises RankError, on every
         rank, when any rank failed.
         """
-        with self._blocking():
-            # No save is skipped: this waits until the previous one is published.
-            self.writer.settle()
+        # No save is skipped: this waits until the previous one is published.
+        self.settle()
         if step == self.last_good:
             return
         facts = self._facts_of(step, figures or {})
