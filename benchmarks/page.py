@@ -1,6 +1,6 @@
 """Writes the pages of benchmarks and of scaling: their texts, filled with measured results.
 
-Results that are typed by hand: LOSS_NOW, LATER, and a few rounded ones in scaling.md.
+Results that are typed by hand: LATER, and a few rounded ones in scaling.md.
 """
 
 import argparse
@@ -36,10 +36,6 @@ OTHERS = {
 }
 RANKS = ("1 rank", "2 ranks")
 SAMPLERS = ("ours", "DistributedSampler")
-# The memory of the loss with the chunks of 28 November 2026 (GiB), counted as the benchmark counts
-# it. Typed by hand: remove this when the loss is measured again.
-LOSS_NOW = 2.83
-LOSS_EARLIER = "this template until 28 November 2026 (2^26)"
 # Percent of nanoGPT's tokens/s that a later version reached, compiled and eager. Typed by hand,
 # from docs/evidence/gpus.md.
 LATER = (94, 71)
@@ -386,32 +382,17 @@ def busy(found: Series) -> list[str | Goal]:
 def loss(found: Series) -> list[str | Goal]:
     """The output layer and its loss."""
     value = {name: entry["median"] for name, entry in found.items()}
-    measured, percent = (
-        100 * size / value["at once, memory"] for size in (value["as rendered, memory"], LOSS_NOW)
-    )
+    percent = 100 * value["as rendered, memory"] / value["at once, memory"]
     lines: list[str | Goal] = [
         goal("Memory of our loss, in percent of a loss with all logits at once", percent, 20, "%"),
-        f"- The earlier chunks need {number(measured)} % of the memory of *at once*, and the "
-        f"present ones {number(percent)} %.",
     ]
     if rival := value.get("linear_cross_entropy"):
         size, times = value["linear_cross_entropy, memory"], rival / value["as rendered"]
         lines.append(
             f"- torch's `linear_cross_entropy` needs {number(size)} GiB, but takes "
-            f"{number(times)} times as long as ours with the earlier chunks."
+            f"{number(times)} times as long as ours."
         )
     return lines
-
-
-def with_loss_now(found: Series) -> Series:
-    """The results of the loss, with a row for the present chunks."""
-    rows: Series = {}
-    now = {"unit": "GiB", "n": 1, "median": LOSS_NOW, "low": LOSS_NOW, "high": LOSS_NOW}
-    for name, entry in found.items():
-        rows[name.replace("as rendered", LOSS_EARLIER)] = entry
-        if name == "as rendered":
-            rows["this template now (2^28; counted on 28 November 2026; no time), memory"] = now
-    return rows
 
 
 def fit(found: Series) -> list[str | Goal]:
@@ -515,8 +496,6 @@ def section(results: Path, judge: Callable[[Series], list[str | Goal]]) -> str:
     lines = [line for line in judge(series) if isinstance(line, str)]
     if lines:
         lines.append("")
-    if judge is loss:
-        series = with_loss_now(series)
     return "\n".join(
         [
             *lines,
