@@ -95,7 +95,7 @@ def follow(package: str, folder: Path) -> dict[str, dict[str, Any]]:
         save(checkpointer, *arguments)
         if seen.on:  # what the loop calls next, with nothing of the loop's own in between
             checkpointer.before_optimizer_step()
-            checkpointer.settle()
+            checkpointer.writer.settle()  # not a part of the save: waits for its thread
             result["save"] = seen.take()
 
     def follow_restore(checkpointer: Any, *given: bool) -> int:

@@ -182,12 +182,12 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
             return publish(self, number, lambda at: (time.sleep(seconds), write(at))[1], facts)
 
         state = importlib.import_module(f"{variant.package}.checkpoint.checkpointer")
-        settle, save, waited = state.Checkpointer.settle, state.Writer.begin, [0.0]
+        settle, save, waited = state.Writer.settle, state.Writer.begin, [0.0]
 
         def measure(self: Any) -> None:
-            before = self.blocked_seconds
+            started = time.perf_counter()
             settle(self)
-            waited[0] = self.blocked_seconds - before
+            waited[0] = time.perf_counter() - started
 
         def note(self: Any, *arguments: Any) -> None:
             if os.environ.get("RANK", "0") == "0":  # the save before has been waited for
@@ -195,7 +195,7 @@ def slow(variant: Variant, seconds: float, hits: Counter[str]) -> None:
                     file.write(f"{waited[0]}\n")
             save(self, *arguments)
 
-        state.Checkpointer.settle, state.Writer.begin = measure, note
+        state.Writer.settle, state.Writer.begin = measure, note
         if os.environ.get("RANK", "0") == str(slowest):
             if seconds < 1:
                 training.train_step = lambda *a: (time.sleep(0.02), step(*a))[1]

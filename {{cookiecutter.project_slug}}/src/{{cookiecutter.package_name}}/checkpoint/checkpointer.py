@@ -133,10 +133,12 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         rank, when any rank failed.
         """
         # No save is skipped: this waits until the previous one is published.
-        self.settle()
+        with self._blocking():
+            self.writer.settle()
         if step == self.last_good:
             return
         facts = self._facts_of(step, figures or {})
+        # Two blocks: if the previous save failed and training continues, this one still begins.
         with self._blocking():
             self.writer.begin(self.tensors_to_save(), self._publish, step, facts)
 
