@@ -3,8 +3,8 @@
 A save first copies this rank's tensors into host buffers (staging.py). The copies overlap with the
 next forward and backward, which only read parameters, and end before the optimizer changes them. A
 thread then writes, hashes and publishes, using its own process group. Only one save is in flight at
-a time. After a failure, the loop sees `failed` and sends it to all ranks with the flags of
-`Stop.poll`; then all of them call `settle`, which raises the error.
+a time. A save that fails on one rank fails on all of them. The loop sees `failed` and sends it to
+all ranks with the flags of `Stop.poll`; then all of them call `settle`, which raises the error.
 """
 
 import logging
@@ -39,14 +39,14 @@ class CheckpointConfig(StorageConfig):
     """Files that each rank writes in parallel (0: one per 32 MB, up to 4)."""
 
 
-def steps_of_a_save(every: int, seconds: float, waited: float) -> int:
-    """Return how many training steps take as long as a save.
+def steps_of_a_save(steps: int, seconds: float, waited: float) -> int:
+    """Return how many training steps take as long as a save that made training wait.
 
-    `seconds` is the time from the start of that save to the start of the next one. In this time
-    `every` steps were trained, and training waited for `waited` seconds.
+    The save took `seconds`, since the next one starts when it is published. In this time `steps`
+    steps were trained, and training waited for `waited` seconds.
     """
     training = max(seconds - waited, 1e-3)
-    return math.ceil(every * seconds / training)
+    return math.ceil(steps * seconds / training)
 
 
 class Writer:
@@ -63,7 +63,8 @@ class Writer:
         self.buffers = HostBuffers(model, device)
         # Whether the buffers are allocated.
         self.prepared = False
-        # The staged tensors of the current or last save, and the end of their copying.
+        # The staged tensors of the current or last save, and the result of `buffers.finish`, which
+        # completes their copies.
         self.staged: Tensors = {}
         self.copied: Future[None] | None = None
         # Whether the optimizer must still wait for the copies; it waits once per save.
@@ -73,8 +74,9 @@ class Writer:
         # Seconds that training waited for the last save, and whether a warning was logged.
         self.waited = 0.0
         self.warned = False
-        # The start of the last save.
+        # The start of the last save, and its step.
         self.began = time.perf_counter()
+        self.step = 0
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)
 
     @property
@@ -94,28 +96,43 @@ class Writer:
         self.prepared = True
         self.buffers.allocate(divided(tensors, self.group))
 
-    def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Start copying the tensors, then run the job, which calls `complete` and `write`."""
+    def begin(
+        self,
+        tensors: Tensors,
+        job: Callable[[int, dict[str, Any]], None],
+        step: int,
+        facts: dict[str, Any],
+    ) -> None:
+        """Start copying the tensors, then run `job(step, facts)` in the thread.
+
+        The job calls `complete` and `write`. `settle` must have returned before.
+        """
         now = time.perf_counter()
         if self.waited > LONG_WAIT and self.group.is_first and not self.warned:
-            # Warn once per run; metrics.jsonl has each wait.
-            self.warned = True
-            every = steps_of_a_save(self.every, now - self.began, self.waited)
-            text = (
-                "training waited %.1f s for the previous save: raise --checkpoint.every to %d or "
-                "more"
-            )
-            log.warning(text, self.waited, every)
+            every = steps_of_a_save(step - self.step, now - self.began, self.waited)
+            # The last save of a run may come early: then the interval is long enough.
+            if every > self.every > 0:
+                # Warn once per run; metrics.jsonl has each wait.
+                self.warned = True
+                text = (
+                    "training waited %.1f s for the previous save: raise --checkpoint.every to %d "
+                    "or more"
+                )
+                log.warning(text, self.waited, every)
         self.began = now
-        # From now on the buffers grow here, if the optimizer has more state later.
+        self.step = step
+        # `copy` allocates the buffers that are missing, so that `prepare` need not be called.
         self.prepared = True
         self.staged = self.buffers.copy(divided(tensors, self.group))
         self.copied = self.thread.submit(self.buffers.finish)
         self.must_wait = True
-        self.writing = self.thread.submit(job, *arguments)
+        self.writing = self.thread.submit(job, step, facts)
 
     def complete(self) -> None:
-        """Wait until the copies are complete, and check them; raises CheckpointError for a NaN."""
+        """Wait until the copies are complete, and check them.
+
+        Raises CheckpointError for a NaN, or for an infinity in a trained weight.
+        """
         if self.copied is not None:
             self.copied.result()
         refuse_nan(self.staged, self.model)
@@ -125,7 +142,7 @@ class Writer:
         return self.saver.write(folder, self.staged)
 
     def wait_until_staged(self) -> None:
-        """Wait until the optimizer may change the tensors."""
+        """Let the optimizer's next step wait for the copies: on the device with CUDA, else here."""
         if not self.must_wait:
             return
         self.must_wait = False
@@ -133,11 +150,11 @@ class Writer:
             # The device waits for the copies before its next work; the host does not wait.
             torch.cuda.current_stream(self.device).wait_event(self.buffers.event)
         elif self.copied is not None:
-            # Only wait here; `complete` raises an error, in the thread.
+            # This only waits. If the copies failed, `complete` raises the error, in the thread.
             self.copied.exception()
 
     def settle(self) -> None:
-        """Wait for the save in flight, and raise its error if it failed."""
+        """Wait for the save in flight, and raise its error if it failed; sets `waited`."""
         if self.writing is not None:
             writing = self.writing
             self.writing = None
@@ -147,5 +164,5 @@ class Writer:
             self.waited = time.perf_counter() - started
 
     def close(self) -> None:
-        """Stop the thread."""
+        """Wait until the thread has done its work, and stop it."""
         self.thread.shutdown()

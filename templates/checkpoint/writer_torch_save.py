@@ -41,11 +41,17 @@ class Writer:
     def prepare(self, tensors: Tensors) -> None:
         """Do nothing, since there are no buffers to allocate."""
 
-    def begin(self, tensors: Tensors, job: Callable[..., None], *arguments: Any) -> None:
-        """Run the job, which calls `complete` and `write`, while training waits."""
+    def begin(
+        self,
+        tensors: Tensors,
+        job: Callable[[int, dict[str, Any]], None],
+        step: int,
+        facts: dict[str, Any],
+    ) -> None:
+        """Run `job(step, facts)`, which calls `complete` and `write`, while training waits."""
         self.staged = tensors
         try:
-            job(*arguments)
+            job(step, facts)
         finally:
             # An optimizer may replace its tensors; a reference would keep the old ones in memory.
             self.staged = {}

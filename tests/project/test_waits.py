@@ -13,26 +13,60 @@ from tests.conftest import Project, project_fixture
 project = project_fixture("waiting", checkpoint="dcp_async", tracker="none")
 
 
+@pytest.mark.parametrize("every", [5, 100])
 def test_a_warning_names_the_steps_of_a_save(
-    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    project: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture, every: int
 ) -> None:
-    """Saves every 5 steps that take 6 s, of which training waits 4 s: 15 steps fit into one."""
+    """A save takes 6 s, of which training waits 4 s after 5 steps: 15 steps fit into one.
+
+    If these 5 steps were fewer than usual, as before a stop, the warning would be wrong.
+    """
     writer_file = project.module("checkpoint.writer")
-    config = project.config(device="cpu", run_dir=tmp_path, checkpoint__every=5)
+    config = project.config(device="cpu", run_dir=tmp_path, checkpoint__every=every)
     state = project.module("train").setup(config)
     group = project.module("distributed").Group(state.world)
     writer = writer_file.Writer(config.checkpoint, group, state.model, state.world.device)
     assert writer_file.steps_of_a_save(5, 6.0, 4.0) == 15
+    writer.begin({}, lambda step, facts: None, 100, {})
+    writer.settle()
     writer.waited = 4.0
     writer.began -= 6.0
     with caplog.at_level(logging.WARNING):
-        writer.begin({}, lambda: None)
+        writer.begin({}, lambda step, facts: None, 105, {})
     writer.close()
     state.loader.close()
-    (message,) = [record.getMessage() for record in caplog.records if "waited" in record.message]
+    messages = [record.getMessage() for record in caplog.records if "waited" in record.message]
+    if every == 100:
+        assert not messages
+        return
+    (message,) = messages
     assert message.startswith("training waited 4.0 s for the previous save: raise ")
     # The clock goes on between the lines above.
     assert message.endswith(("every to 15 or more", "every to 16 or more"))
+
+
+def test_the_save_that_meets_a_failed_one_still_begins(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The failure of step 1 is first seen by the save of step 2, which loses nothing by it."""
+    config = project.config(device="cpu", run_dir=tmp_path, checkpoint__on_failure="continue")
+    state = project.module("train").setup(config)
+    group = project.module("distributed").Group(state.world)
+    checkpointer = project.module("resume").resume(state, tmp_path, group)
+    publish = checkpointer.publisher.publish
+
+    def fail_once(step: int, *arguments: object) -> object:
+        if step == 1:
+            raise project.module("checkpoint").CheckpointError("no space left")
+        return publish(step, *arguments)
+
+    monkeypatch.setattr(checkpointer.publisher, "publish", fail_once)
+    checkpointer.save(1)
+    checkpointer.save(2)
+    checkpointer.close()
+    state.loader.close()
+    assert checkpointer.last_good == 2
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
 def test_host_buffers_are_named_apart(
