@@ -272,7 +272,7 @@ def test_a_head_of_another_size_begins_anew(project: Project, tmp_path: Path) ->
     from_ten = ("--init-from", str(tmp_path / "ten"))
     with built(project, lambda model: Headed(model, 7)):
         problem = project.refuses(*new, str(tmp_path / "seven"), *from_ten)
-        assert "[10, 32] there and [7, 32] in this model" in problem
+        assert "[10, 32] in the file and [7, 32] in this model" in problem
         assert "--init-new head.weight" in problem and "\n" not in problem
         # A module names all that it has.
         project(*new, str(tmp_path / "seven"), *from_ten, "--init-new", "head", "--init-strict")

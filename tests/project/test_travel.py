@@ -1,5 +1,6 @@
 """Checkpoints travel: between renders, as one file and back; weights come from anywhere."""
 
+import errno
 import importlib
 import json
 import resource
@@ -87,6 +88,43 @@ def test_a_checkpoint_leaves_and_comes_back(project: Project, tmp_path: Path) ->
     assert "exists and is not overwritten" in project.refuses("export", "--to", str(whole))
     assert whole.read_bytes() == content
     assert not list(tmp_path.glob(".*"))
+
+
+def test_a_run_that_cannot_be_written_whole_is_not_begun(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, back = tmp_path / "new folder/whole.pt", tmp_path / "back"
+    project("export", "--step", "3", "--to", str(whole))
+    publisher = project.module("checkpoint.publish").Publisher
+
+    def full(self: Any, *arguments: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(publisher, "commit", full)
+        line = project.refuses("export", "--source", str(whole), "--to", str(back))
+    assert "No space left on device" in line
+    assert not back.exists()
+    project("export", "--source", str(whole), "--to", str(back))
+
+
+def test_what_is_no_good_checkpoint_is_told_apart(project: Project, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(project.folder / "runs/default", run)
+    saved = run / "checkpoints"
+    ways = ("export", "--to", str(tmp_path / "new.pt"), "--source")
+    line = project.refuses(*ways, str(saved))
+    assert line == f"{saved} holds the checkpoints of a run: give the run, {run}"
+    line = project.refuses(*ways, str(run), "--step", "4")
+    assert line == f"there is no good checkpoint of step 4 in {run}: there are steps 3, 6"
+    for path in saved.iterdir():
+        next(file for file in path.iterdir() if file.name != "manifest.json").write_bytes(b"")
+    line = project.refuses(*ways, str(run))
+    assert line == f"no checkpoint in {run} is good: those of steps 3, 6 are damaged"
+    newest = saved / "step_00000006"
+    assert project.refuses(*ways, str(newest)).endswith(f"{newest} is damaged: give another")
+    shutil.rmtree(saved)
+    assert project.refuses(*ways, str(run), "--step", "best").endswith("train first")
 
 
 def test_infer_needs_no_training_data(
@@ -350,7 +388,7 @@ def test_ranks_with_other_data_weights_or_settings_stop(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 100)
     sources = {"seeing": project / "src"}
     output = drill("disagree.py", (2, str(tmp_path), "seeing"), sources=sources)
-    assert "3 disagreements were told on 2 ranks" in output
+    assert "4 disagreements were told on 2 ranks" in output
 
 
 def test_a_hostile_or_broken_file_is_refused(project: Project, tmp_path: Path) -> None:

@@ -19,13 +19,15 @@ from .run.logs import log_to_console, make_lenient
 
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
+HERE = Path(__file__).parent
 # Where srun and mpirun put the number of processes that they start.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
 def train(arguments: list[str]) -> int:
     """Train, or continue to train: the same command resumes an interrupted run."""
-    # Garbage collection would scan the imported modules again and again: a quarter of the start.
+    # Garbage collection would scan the imported modules again and again, which takes a quarter of
+    # the start-up time.
     gc.disable()
     from .config import Config
     from .distributed.stop import TO_BE_RESTARTED
@@ -35,7 +37,8 @@ def train(arguments: list[str]) -> int:
     config = parse("train", Config, arguments)
     # Callbacks may print to a pipe that nobody reads any more.
     make_lenient(sys.stdout)
-    # Optimizers import this large module anyway; imported now, it is frozen with the rest.
+    # Optimizers import this large module anyway. Imported now, it is among the objects that
+    # gc.freeze() exempts from garbage collection.
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -117,11 +120,14 @@ def tokens(arguments: list[str]) -> int:
     return 0
 
 
-HERE = Path(__file__).parent
-# You may delete infer.py and workflow/; only some projects have tokens.py.
 OURS = {command.__name__: command for command in (train, verify, export)}
-OURS |= {c.__name__: c for c in (infer, tokens) if (HERE / f"{c.__name__}.py").exists()}
-workflow: Any = (HERE / "workflow").exists() and importlib.import_module(".workflow", __package__)
+# You may delete infer.py and workflow/; only some projects have tokens.py.
+for command in (infer, tokens):
+    if (HERE / f"{command.__name__}.py").exists():
+        OURS[command.__name__] = command
+workflow: Any = None
+if (HERE / "workflow").exists():
+    workflow = importlib.import_module(".workflow", __package__)
 HELP = {name: command.__doc__ or "" for name, command in OURS.items()}
 HELP |= getattr(workflow, "COMMANDS", {})
 
@@ -148,10 +154,10 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
     given.config = expand_home(given.config)
-    typed: set[str] = set()
+    given_names: set[str] = set()
     for word in rest:
         if word.startswith("--"):
-            typed.add(word.removeprefix("--").partition("=")[0].replace("-", "_"))
+            given_names.add(word.removeprefix("--").partition("=")[0].replace("-", "_"))
     about += (
         f"\n\n  --preset NAME  Settings to start from: {', '.join(PRESETS)}."
         "\n  --config FILE  TOML or a run's config.json, which overrides the preset."
@@ -161,15 +167,17 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
         start = preset(given.preset, kind, saved)
         if given.config is not None:
             start = load(given.config, kind, start)
-        # A typed setting also drops those it competes with: --train.steps a preset's epochs.
-        start = override(start, outweighing(typed))
+        # A setting that is given also turns off those that would override it: --train.steps turns
+        # off the epochs of a preset.
+        start = override(start, outweighing(given_names))
         options = tyro.cli(kind, prog=program_name, description=about, args=rest, default=start)
         return expand_home(options)
 
-    # A config.json has all settings, so the saved ones of a resumed run would change nothing.
+    # A config.json sets everything, so there is nothing to take from a resumed run's settings.
     has_all_settings = given.config is not None and given.config.suffix != ".toml"
     if name != "train" or has_all_settings:
         return read()
+    # Read without the saved settings to find the run, and then once more on top of them.
     return with_saved(read(), read)
 
 
@@ -192,7 +200,10 @@ def dispatch(arguments: list[str]) -> int:
         advice = f": did you mean {near[0]}?" if near else ""
         raise UserError(f"there is no command {name!r}{advice}\n{usage()}")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1 and name not in ("train", "profile"):
-        raise UserError(f"{name} starts its own processes: run it without torchrun")
+        raise UserError(
+            f"WORLD_SIZE is {os.environ['WORLD_SIZE']}, as under torchrun, but {name} is one "
+            "process, or starts its own: run it without torchrun"
+        )
     if "RANK" not in os.environ:
         refuse_ranks_without_torchrun()
     if name in OURS:
@@ -212,10 +223,14 @@ def refuse_ranks_without_torchrun() -> None:
 
 
 def main() -> int:
-    """Run a command and return its exit code: 0, 1 when something is wrong, 2 for bad input."""
+    """Run a command and return its exit code.
+
+    It is 0, 1 when something is wrong, 2 for bad input, 128 + n after signal n. Under torchrun
+    it may also be FAILED_AT_START or TO_BE_RESTARTED.
+    """
     log_to_console()
-    # Waiting OpenMP threads spin and so occupy cores that other work could use. With this setting,
-    # which OpenMP reads when torch is imported, they soon sleep. The user's own setting wins.
+    # Waiting OpenMP threads spin and so occupy cores that other work could use. GOMP_SPINCOUNT,
+    # which OpenMP reads when torch is imported, makes them sleep soon.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
     # Expandable segments reduce fragmentation of GPU memory.

@@ -23,17 +23,23 @@ class ScheduleConfig:
     warmup_steps: int = 20
     """Steps in which the learning rate rises linearly from 0 to its peak."""
     final_fraction: float = 0.1
-    """Final learning rate, as a fraction of the peak (wsd, cosine and linear)."""
+    """Learning rate at the end of the decay, as a fraction of the peak (wsd, cosine and linear)."""
     decay_share: float = 0.2
-    """wsd: fraction of the steps after the warm-up in which the rate falls."""
+    """wsd: the rate falls in this last fraction of the steps after the warm-up."""
     ema: float = 0.0
     """EMA decay per step, such as 0.999 (0: off); use it with `infer` or `export` --weights ema."""
 
     def __post_init__(self) -> None:
-        if not 0 < self.learning_rate < math.inf or self.warmup_steps < 0:
-            raise UserError("optim: learning-rate must be > 0, warmup-steps >= 0")
-        if not 0 <= self.ema < 1 or not 0 < self.decay_share <= 1:
-            raise UserError("--optim.ema must be in [0, 1), --optim.decay-share in (0, 1]")
+        if not 0 < self.learning_rate < math.inf:
+            raise UserError("--optim.learning-rate must be finite and > 0")
+        if self.warmup_steps < 0:
+            raise UserError("--optim.warmup-steps must be >= 0")
+        if not 0 <= self.final_fraction <= 1:
+            raise UserError("--optim.final-fraction must be in [0, 1], such as 0.1 for 10 %")
+        if not 0 < self.decay_share <= 1:
+            raise UserError("--optim.decay-share must be in (0, 1]")
+        if not 0 <= self.ema < 1:
+            raise UserError("--optim.ema must be in [0, 1)")
 
 
 def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) -> None:
@@ -44,7 +50,8 @@ def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) 
     rate = learning_rate(config.optim, step, config.train.steps)
     for group in optimizer.param_groups:
         group["lr"] = rate * group.get("rate_factor", 1.0)
-        # A smaller decay at the start keeps the first weights from dominating the average.
+        # A smaller decay at the start keeps the first weights from dominating the average, as in
+        # TensorFlow's ExponentialMovingAverage with `num_updates`.
         if "ema_decay" in group:
             group["ema_decay"] = min(config.optim.ema, (1 + step) / (10 + step))
 
@@ -53,7 +60,7 @@ def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     """Compute the learning rate of a step (counted from 0) in a run of `steps`."""
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    # `progress` rises from 0 after the warm-up to 1 at the end of the run.
+    # `progress` rises from 0 after the warm-up, and would be 1 in the step after the last.
     decay_steps = max(1, steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / decay_steps)
     # `height` falls from 1 (the peak) to 0 (the final rate).
@@ -62,6 +69,7 @@ def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     elif config.schedule == "linear":
         height = 1 - progress
     elif config.schedule == "wsd":
+        # 1 until the last `decay_share` of the steps, then linear to 0.
         height = min(1.0, (1 - progress) / config.decay_share)
     else:
         height = 1.0

@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ class ExportConfig:
     step: Step = None
     """Step of the checkpoint, or "best" by validation (none: the newest good one)."""
     source: Path | None = None
-    """Run, checkpoint or exported file to read instead of --name; to write a .pt2, only a run."""
+    """Run, checkpoint or exported file to read instead of --name (only a run for a .pt2)."""
     weights: Weights = "last"
     """Weights to write: the last ones, or their EMA (--optim.ema)."""
     base: Path | None = None
@@ -76,10 +77,11 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     target = options.to
     where = options.source or run_dir
     is_file = target.suffix in FILES
-    is_empty_folder = target.is_dir() and not os.listdir(target)
-    if target.exists() and (is_file or not is_empty_folder):
+    fills_empty_folder = not is_file and target.is_dir() and not os.listdir(target)
+    if target.exists() and not fills_empty_folder:
         raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
     is_for_transformers = re.fullmatch(r"(.*[-_.])?hf", target.name)
+    # A suffix of letters means a file; run.v2 is the name of a directory.
     if not is_file and (target.suffix[1:].isalpha() or is_for_transformers):
         formats = f"{', '.join(FILES)} or .pt2 for a file, and a plain name for a run's directory"
         raise UserError(
@@ -120,7 +122,7 @@ def find_checkpoint(
     `where` is a checkpoint or a run; of a run, `step` selects the checkpoint (None: the newest good
     one). It may also be a file of torch.save or safetensors, or a folder of safetensors or DCP:
     these cannot be verified, and their manifest is {}. `base` is the new path of weights that the
-    checkpoint leaves out. Collective with a `group`; changes nothing on disk. Raises UserError if
+    checkpoint leaves out. Collective with a `group`; moves and removes nothing. Raises UserError if
     there is no good checkpoint.
     """
     group = group or Group()
@@ -138,6 +140,7 @@ def find_checkpoint(
         manifest, problems = verify(path, group)
         if not problems:
             if "base" in manifest:
+                # Most checkpoints have no base.
                 from .base import check_base
 
                 manifest = check_base(manifest, base, run_of(path), group)
@@ -145,12 +148,21 @@ def find_checkpoint(
         # A run that is still training may just have pruned it.
         if path.exists():
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
-    steps = [path.name.removeprefix("step_") for path in published(checkpoints_of(where))]
-    hint = "train first"
-    if steps:
-        hint = f"there are steps {', '.join(str(int(number)) for number in steps)}"
-    of_step = f" of step {step}" if step is not None else ""
-    raise UserError(f"there is no good checkpoint{of_step} in {where}: {hint}")
+    raise UserError(_why_none_is_good(where, step, paths))
+
+
+def _why_none_is_good(where: Place, step: Step, tried: list[Place]) -> str:
+    """Return why `find_checkpoint` found no good checkpoint, and what to do."""
+    if tried == [where]:
+        return f"the checkpoint {where} is damaged: give another"
+    names = [path.name.removeprefix("step_") for path in published(checkpoints_of(where))]
+    if not names:
+        return f"there is no checkpoint in {where}: train first"
+    steps = ", ".join(str(int(name)) for name in names)
+    if step is None:
+        return f"no checkpoint in {where} is good: those of steps {steps} are damaged"
+    of_step = int(tried[0].name.removeprefix("step_"))
+    return f"there is no good checkpoint of step {of_step} in {where}: there are steps {steps}"
 
 
 def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
@@ -169,6 +181,8 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
     newest_first = published(directory)[::-1]
     if newest_first or not isinstance(where, Path) or (where / "status.json").exists():
         return newest_first, True
+    if published(where):
+        raise UserError(f"{where} holds the checkpoints of a run: give the run, {where.parent}")
     # Not a run, so it may be a folder of another library.
     if any(where.glob(f"*{SAFETENSORS}")):
         return [where], False
@@ -181,11 +195,13 @@ def best_checkpoint(directory: Place) -> Place:
     for path in published(directory):
         with contextlib.suppress(CheckpointError, OSError):
             scores[path] = read_manifest(path)["score"]
+    if not scores:
+        raise UserError(f"there is no checkpoint in {directory}: train first")
     best = best_by_validation(scores)
     if best is None:
-        # The rule of the newest checkpoint, such as "min validation_loss".
-        rule = list(scores.values())[-1][0] if scores else "min validation_loss"
-        metric = rule.split()[1]
+        # A score has a rule, such as "min validation_loss". That of the newest checkpoint decides.
+        newest_rule, _ = list(scores.values())[-1]
+        _, _, metric = newest_rule.partition(" ")
         raise UserError(
             f"no checkpoint in {directory} is the best, since no validation had a number for "
             f"{metric}: give --step a number"
@@ -205,14 +221,15 @@ def load_weights(
 ) -> str:
     """Load weights into a model from a run, checkpoint or file; return a summary line.
 
-    Collective. Tensors that only one side has are skipped and listed, or an error when `strict`.
-    `new` lists tensors or modules that keep their initial values. `base` is as in
-    `find_checkpoint`. Raises UserError also when a shape differs or no name matches.
+    Collective; an error on any rank is raised on all. Tensors that only one side has are skipped
+    and listed, or an error when `strict`. `new` lists tensors or modules that keep their initial
+    values. `base` is as in `find_checkpoint`. Also raises UserError if a shape differs or no name
+    matches. After an error, the model may hold a part of the weights.
     """
     path, manifest = find_checkpoint(where, step, group, base)
     with group.together():
         source = open_tensors(path, manifest)
-        # A model with this method can load the files of another library. The method renames their
+        # A model that can load the files of another library has this method. It renames their
         # tensors to the model's names, and leaves other names alone.
         if not manifest and isinstance(source, OneFile) and hasattr(model, "from_transformers"):
             rename: Any = model.from_transformers
@@ -220,11 +237,13 @@ def load_weights(
                 source.forms = rename(source.forms)
         files = weight_files(source.path)
         if not files:
-            # A checkpoint, whose files have other names.
+            # A checkpoint: its files are not files of weights.
             files = sorted(file for file in source.path.iterdir() if file.is_file())
         content = fingerprint_files(source.path, files)
+    # Ranks on several machines may read different copies.
     require_same_identity({f"content of {path}": content}, group)
 
+    # All ranks have the same names and shapes, so from here to `read` all raise the same errors.
     ours = model.state_dict()
     left_new = {name for name in ours if is_named(name, new)}
     for each in new:
@@ -258,7 +277,8 @@ def load_weights(
         raise UserError(f"{path} does not match this model exactly; {'; '.join(notes)}")
     if left_new:
         notes.append(f"kept as initialized (--init-new): {', '.join(sorted(left_new))}")
-    # A stored tensor may have several names here, as the weights that an adapter of peft copies.
+    # One stored tensor may be loaded under several names, such as weights that a peft adapter
+    # copies.
     targets: Tensors = {}
     copies: list[str] = []
     for name in common:
@@ -283,7 +303,7 @@ def _listed(names: list[str]) -> str:
 
 def _other_shape(name: str, there: torch.Size, here: torch.Size) -> str:
     """Return how a tensor's shape differs from the saved one, and what to do."""
-    text = f"{name} has shape {list(there)} there and {list(here)} in this model"
+    text = f"{name} has shape {list(there)} in the file and {list(here)} in this model"
     way_out = f"Keep it as build_model initializes it: --init-new {name}"
     has_grown = len(here) == 2 and here[1:] == there[1:] and here[0] > there[0]
     if has_grown:
@@ -298,10 +318,10 @@ def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
     A tied weight is loaded if one of its names is.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    is_loaded = {id(parameters[name]) for name in loaded if name in parameters}
+    loaded_ids = {id(parameters[name]) for name in loaded if name in parameters}
     missing = []
     for name in model.state_dict():
-        by_another_name = name in parameters and id(parameters[name]) in is_loaded
+        by_another_name = name in parameters and id(parameters[name]) in loaded_ids
         if name not in loaded and not by_another_name:
             missing.append(name)
     return missing
@@ -344,8 +364,11 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
 
 
 def run_of(path: Place) -> Path | None:
-    """Return the run directory of a checkpoint; None if it is in an object store."""
-    return path.resolve().parent.parent if isinstance(path, Path) else None
+    """Return the run directory of a checkpoint; None for a copy elsewhere or in an object store."""
+    if not isinstance(path, Path):
+        return None
+    directory = path.resolve().parent
+    return directory.parent if directory.name == "checkpoints" else None
 
 
 def read_note(source: Source) -> dict[str, Any]:
@@ -394,28 +417,41 @@ def read_state(
 
 
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Publish tensors as the only checkpoint of a new run, with the identity of the original."""
+    """Publish tensors as the only checkpoint of a new run, with the identity of the original.
+
+    Runs in this one process. After an error, nothing of the run is left.
+    """
     group = Group()
     facts = dict(note["manifest"])
     step = facts["step"]
+    # These describe the files of the original; `publish` adds those of the new run.
     for name in ("files", "folder", "digest"):
         facts.pop(name, None)
+    config = dict(note["config"])
+    if config:
+        # The new run keeps its checkpoints on disk, and they contain all weights.
+        checkpoint = dict(config.get("checkpoint", {}))
+        for name in ("url", "local_first", "frozen"):
+            checkpoint.pop(name, None)
+        config["checkpoint"] = checkpoint
+        facts["config"] = config
+
+    def write(folder: Path) -> list[str]:
+        return write_tensors(folder, tensors, group)
+
     with RunDirectory(run_dir, group) as directory:
-        config = note["config"]
-        if config:
-            # The new run keeps its checkpoints on disk, and they contain all weights.
-            checkpoint = dict(config.get("checkpoint", {}))
-            checkpoint.pop("url", None)
-            checkpoint.pop("local_first", None)
-            checkpoint.pop("frozen", None)
-            write_json(run_dir / "config.json", {**config, "checkpoint": checkpoint})
-            write_json(run_dir / "spec.json", note.get("spec", {}))
-
-        def write(folder: Path) -> list[str]:
-            return write_tensors(folder, tensors, group)
-
-        publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
-        publisher.publish(step, write, facts)
+        try:
+            if config:
+                write_json(run_dir / "config.json", config)
+                write_json(run_dir / "spec.json", note.get("spec", {}))
+            publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
+            publisher.publish(step, write, facts)
+        except BaseException:
+            # Half a run would pass for one that has not begun.
+            for name in ("config.json", "spec.json"):
+                (run_dir / name).unlink(missing_ok=True)
+            shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
+            raise
         directory.record_status("imported", step=step)
 
 
@@ -435,9 +471,10 @@ def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
 def whole_file(target: Path) -> Iterator[BinaryIO]:
     """Open a file for writing that atomically replaces `target` at the end of the block.
 
-    Raises UserError if writing fails; then `target` is unchanged.
+    Raises UserError if writing fails.
     """
     try:
+        target.parent.mkdir(parents=True, exist_ok=True)
         with replacing(target) as temporary, open(temporary, "xb") as file:
             yield file
             file.flush()
