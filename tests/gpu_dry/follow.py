@@ -137,7 +137,7 @@ class Run:
             def agree_on_buffers(
                 running: Any, *rest: Any, real: Any = parallel.agree_on_buffers
             ) -> None:
-                running.changing = {*range(len(running.slots))}  # which are found by their values
+                running.differing = {*range(len(running.slots))}  # which are found by their values
                 real(running, *rest)
 
             def part_of(block: torch.Tensor, place: int, like: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What is chosen for a GPU, by what torch and the system say of it: no GPU is needed."""
+"""What is chosen for a GPU, by what torch and the system say of it: no GPU is needed. Checksums."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 from torch import nn
 
 from tests.conftest import Project, project_fixture
@@ -179,3 +181,20 @@ def test_that_nothing_was_compiled_is_a_warning(
         pass
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "compiled 0 graphs" in caplog.text
+
+
+@given(seed=st.integers(0, 2**32), dtype=st.sampled_from([torch.float32, torch.bool, torch.int8]))
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+def test_a_checksum_sees_each_bit_and_each_place(sharded: Project, seed: int, dtype: Any) -> None:
+    checksum = sharded.module("distributed.agreement").checksum
+    random = torch.Generator().manual_seed(seed)
+    size = int(torch.randint(2, 5000, (), generator=random))
+    tensor = (torch.randn(size, generator=random) > 0).to(dtype)
+    flipped = tensor.clone().view(torch.uint8)
+    place = int(torch.randint(len(flipped), (), generator=random))
+    flipped[place] ^= 1 << int(torch.randint(8, (), generator=random))
+    assert checksum(flipped) != checksum(tensor.view(torch.uint8))
+    first, second = torch.randint(size, (2,), generator=random).tolist()
+    moved = tensor.clone()
+    moved[first], moved[second] = tensor[second], tensor[first]
+    assert bool(checksum(moved) == checksum(tensor)) is torch.equal(moved, tensor)

@@ -96,6 +96,10 @@ ODD_LOSSES: dict[str, tuple[Any, str]] = {
         lambda loss: loss._replace(total=loss.total * 1j),
         "the total is complex: wanted a real number",
     ),
+    "a loss of few digits": (
+        lambda loss: loss._replace(total=loss.total.bfloat16()),
+        r"the total is bfloat16, which rounds a large sum: compute the loss from logits\.float\(\)",
+    ),
     "several counts": (
         lambda loss: loss._replace(count=torch.ones(4)),
         r"the count has the shape \(4,\): wanted one number",

@@ -320,6 +320,41 @@ def test_parameters_that_cannot_be_trained_are_named(
     assert said.startswith(wanted) and "\n" not in said
 
 
+@pytest.mark.parametrize(
+    ("function", "result", "wanted"),
+    [
+        (
+            "build_model",
+            lambda it: None,
+            "what build_model (model.py) returns: expected Module",
+        ),
+        (
+            "blocks",
+            lambda it: None,
+            "blocks (model.py) returns NoneType: return a list of",
+        ),
+        (
+            "blocks",
+            lambda it: [it],
+            "blocks (model.py) returns a ModuleList in it: return",
+        ),
+        ("blocks", lambda it: ["a"], "blocks (model.py) returns a str in it: return"),
+    ],
+)
+def test_what_is_no_model_and_what_are_no_blocks(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    function: str,
+    result: Any,
+    wanted: str,
+) -> None:
+    layers = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+    monkeypatch.setattr(project.module("train"), function, lambda *given: result(layers))
+    said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
+    assert said.startswith(wanted) and "\n" not in said
+
+
 def test_fsdp_names_what_it_cannot_shard(stored: Project) -> None:
     check = stored.module("distributed.parallel").check_shardable
     model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2).bfloat16())

@@ -1,5 +1,6 @@
 """What a run keeps and notices of the user's model: modes, what is trained, state in forward."""
 
+import itertools
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -47,6 +48,48 @@ class Changed:
 @pytest.fixture
 def changed(project: Project, monkeypatch: pytest.MonkeyPatch) -> Changed:
     return Changed(project, monkeypatch)
+
+
+class Merging(nn.Module):
+    """A layer with an adapter that eval() adds to its weights, and train() takes out (loralib)."""
+
+    def __init__(self, layer: nn.Linear) -> None:
+        super().__init__()
+        self.layer, self.merged = layer, False
+        self.layer.weight.requires_grad_(False)
+        self.adapter = nn.Parameter(torch.zeros_like(layer.weight))
+
+    def train(self, mode: bool = True) -> "Merging":
+        """Move the adapter."""
+        super().train(mode)
+        if mode == self.merged:
+            self.layer.weight.data += -self.adapter.data if mode else self.adapter.data
+            self.merged = not mode
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Once with the adapter."""
+        y = self.layer(x)
+        return y if self.merged else y + nn.functional.linear(x, self.adapter)
+
+
+def test_an_adapter_is_trained_on_after_a_validation(changed: Changed, tmp_path: Path) -> None:
+    """And only the adapter: the weights below it are what they were."""
+    found = {}
+
+    def adapt(model: Any) -> None:
+        model.blocks[0].up = found["layer"] = Merging(model.blocks[0].up)
+        found["before"] = found["layer"].layer.weight.clone()
+
+    def after_step(state: Any, record: Any) -> None:
+        adapters.append(found["layer"].adapter.detach().clone())
+
+    adapters: list[Tensor] = []
+    changed.after_step = after_step  # type: ignore[method-assign]
+    changed.run(adapt, tmp_path / "run", train__validate_every=1)
+    assert all(not torch.equal(*pair) for pair in itertools.pairwise(adapters))
+    torch.testing.assert_close(found["layer"].layer.weight, found["before"])
+    assert not found["layer"].merged
 
 
 def test_parts_in_evaluation_mode_stay_so(

@@ -339,6 +339,17 @@ def test_settings_are_held_to_their_bounds(image: Project, text: Project) -> Non
             for value in (-0.01, 1.0):
                 with pytest.raises(project.module("errors").UserError, match=r"in \[0, 1\)"):
                     config(**{name: value})
+    for name, wrong in {
+        "learning_rate": (0.0, math.inf, math.nan),
+        "warmup_steps": (-1,),
+        "final_fraction": (-0.1, 10.0, math.nan),
+        "decay_share": (0.0, 1.1),
+        "ema": (-0.1, 1.0),
+    }.items():
+        for value in wrong:
+            option = f"--optim.{name.replace('_', '-')} must be "
+            with pytest.raises(image.module("errors").UserError, match=option):
+                image.module("optim").OptimConfig(**{name: value})
 
 
 def test_the_optimizer_is_one_kernel(image: Project, text: Project) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError, UserError
-from .agreement import LOADED, bit_sum
+from .agreement import LOADED, checksum_of_all
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
@@ -189,7 +189,7 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
     """Raise RankError, on every rank, if two ranks have loaded different bits."""
-    require_same({LOADED: bit_sum(tensors)}, world, RankError)
+    require_same({LOADED: checksum_of_all(tensors)}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:

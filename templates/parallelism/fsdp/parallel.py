@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..device import READ_LATER, meta_tensors, random_states, set_random_states
 from ..errors import RankError, UserError
-from .agreement import LOADED, bit_sum
+from .agreement import LOADED, checksum_of_all
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
@@ -81,8 +81,9 @@ def reshards_after_forward(config: ParallelConfig) -> bool:
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     """Build the model with values on rank 0, and on `meta` on the other ranks; collective.
 
-    So only rank 0 ever holds the whole model; `wrap` fills the others. If a model cannot be built
-    on `meta`, each rank builds it with values, and a warning is logged.
+    So only rank 0 ever holds the whole model; `wrap` fills the others. A rank that cannot build it
+    on `meta` builds it with values, and a warning is logged. If the model cannot be built at all,
+    the error ends that rank's process, and so the run.
     """
     if world.size == 1:
         return make()
@@ -98,9 +99,10 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
             model = make()
     problems = [""] * world.size
     dist.all_gather_object(problems, problem)
-    if world.rank == 0 and any(problems):
+    found = [text for text in problems if text]
+    if world.rank == 0 and found:
         text = "each rank builds the whole model, since it cannot be built on torch's `meta`: %s"
-        log.warning(text, max(problems))
+        log.warning(text, found[0])
     # Only rank 0 has drawn the model's random numbers. Copy its generator states, so that all ranks
     # draw the same numbers from here on.
     states: list[Any] = [random_states()]
@@ -124,7 +126,7 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not can_be_filled(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        # A view keeps its base tensor alive.
+        # A view keeps its base tensor alive, too. Other tensors have None.
         known |= {id(tensor), id(tensor._base)}
     # Only parameters and buffers get memory and values. Any other tensor, such as one in a list,
     # would stay on `meta`.
@@ -144,7 +146,8 @@ def wrap(
 ) -> nn.Module:
     """Shard each block, then the rest of the model, in place; return the module to call.
 
-    Raises UserError for parameters that FSDP would train differently from DDP.
+    Collective. Raises UserError for parameters that FSDP would train differently from DDP, and for
+    a number of copies that does not fit the ranks.
     """
     if not world.distributed:
         return model.to(world.device)
@@ -169,13 +172,20 @@ def wrap(
         move_to_device(unit, world, buffers)
         attributes = {name: dict(vars(p)) for name, p in unit.named_parameters()}
         reshard = config.reshard_after_forward
-        # Parameters outside the blocks are needed again right away in backward. None lets FSDP keep
-        # those of the outermost module gathered.
+        # Parameters outside the blocks are needed again right away in backward. With
+        # `reshard_after_forward=None`, FSDP keeps those of the outermost module gathered.
         if unit is model:
             reshard = None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for name, parameter in unit.named_parameters():
             keep_attributes(attributes[name], parameter)
+    # A rank may not use a parameter that another one uses, such as an expert. FSDP would leave it
+    # out on this rank only, and then sum gradients of different parameters. Older releases of torch
+    # have no such setting.
+    sharded: Any = model
+    if hasattr(sharded, "set_reduce_scatter_unused_params"):
+        sharded.set_reduce_scatter_unused_params(True)
+    # `check_replaced` looks for what still refers to the old tensors, as this dictionary does.
     buffers.clear()
     check_replaced(originals)
     return model
@@ -202,7 +212,7 @@ def move_to_device(
     Collective. Tied tensors stay tied. `buffers` maps buffers moved with earlier units to their
     replacements.
     """
-    # A replacement maps to itself, so that a module that is visited again keeps it.
+    # A replacement maps to itself: a module inside two units is visited twice, and keeps it.
     parameters: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
         for name, parameter in named_tensors(submodule, "_parameters"):
@@ -225,7 +235,10 @@ def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None
 
 
 def filled(tensor: torch.Tensor, world: World) -> torch.Tensor:
-    """Return a tensor like this one on this rank's device, with rank 0's values; collective."""
+    """Return a tensor like this one on this rank's device, with rank 0's values.
+
+    Collective, unless the values are read later.
+    """
     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if hasattr(tensor, READ_LATER):
         # No rank has its values: each reads its shard from the files of --init-from.
@@ -263,21 +276,33 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
     """Compute the loss of a batch; FSDP casts with its own policy, a plain process autocasts."""
-    if state.compute_dtype == torch.float32 or state.world.distributed:
-        return compute_loss(state.module, batch)
-    with torch.autocast(state.world.device.type, state.compute_dtype):
-        return compute_loss(state.module, batch)
+    autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if state.compute_dtype != torch.float32 and not state.world.distributed:
+        autocast = torch.autocast(state.world.device.type, state.compute_dtype)
+    try:
+        with autocast:
+            return compute_loss(state.module, batch)
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        raise UserError(
+            "FSDP gathers weights only while the model or one of its blocks is called: in "
+            "compute_loss (model.py) call model(...) instead of another method or a part of it"
+        ) from error
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Return the context of a micro-batch: gradients are reduced in the last one, or in each."""
+    """Set whether the backward of this micro-batch reduces gradients: that of the last, or of each.
+
+    The context that is returned does nothing.
+    """
     if isinstance(state.module, FSDPModule):
         state.module.set_requires_gradient_sync(last or state.config.parallel.reduce_each)
     return contextlib.nullcontext()
 
 
 def require_gradients(state: "State") -> None:
-    """Do nothing, since FSDP counts a gradient that is missing on some ranks as zeros."""
+    """Do nothing: as `wrap` sets it up, FSDP counts a gradient that a rank lacks as zeros."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -328,10 +353,11 @@ def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
         holders, index = replicas(tensor, world.rank, world.size)
         if holders > 1:
             distinct = world.size // holders
+            # Ranks are numbered copy by copy (`build_mesh`), so this is the rank within its copy.
             shard = world.rank - index * distinct
             name = f"{LOADED} (shard {shard} of {distinct})"
             shards.setdefault(name, []).append(local_part(tensor))
-    require_same({name: bit_sum(held) for name, held in shards.items()}, world, RankError)
+    require_same({name: checksum_of_all(held) for name, held in shards.items()}, world, RankError)
 
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
@@ -363,21 +389,21 @@ def divide_work(
     # Sort by size, so that the matrices of a round are of similar size, which balances the work.
     by_size = sorted(range(len(matrices)), key=lambda index: -like[index].numel())
     for first in range(0, len(matrices), ranks):
-        # In each round rank i works on matrix i; in the last round some ranks have none.
+        # Rank i works on the i-th matrix of the round; in the last round some ranks have none.
         indices = by_size[first : first + ranks]
-        works = rank < len(indices)
+        has_matrix = rank < len(indices)
         sent = torch.cat([matrices[index].flatten() for index in indices])
         to_send = [matrices[index].numel() for index in indices]
         to_send += [0] * (ranks - len(indices))
         to_receive = [0] * ranks
-        if works:
+        if has_matrix:
             shape = like[indices[rank]].shape
             # FSDP shards rows like `chunk`, so the last ranks may have none.
             shards = torch.empty(shape, device="meta").chunk(ranks)
             to_receive[: len(shards)] = [shard.numel() for shard in shards]
         received = sent.new_empty(sum(to_receive))
         dist.all_to_all_single(received, sent, to_receive, to_send, group)
-        if works:
+        if has_matrix:
             received = work([received.view(shape)])[0].flatten()
         dist.all_to_all_single(sent, received, to_send, to_receive, group)
         for index, result in zip(indices, sent.split(to_send), strict=False):

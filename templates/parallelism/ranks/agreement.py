@@ -1,4 +1,10 @@
-"""Let ranks share host values and errors, and agree on running buffers."""
+"""Let ranks share host values and errors, and agree on running buffers.
+
+If one rank fails inside a `Group.together` block, its error is raised on all ranks. If it fails
+anywhere else, its process ends (errors.py). The others wait in their next collective until that
+fails because the connection is gone, torchrun stops them, or the watchdog ends the run. So what may
+fail on one rank, and all ranks should report, belongs into such a block.
+"""
 
 import contextlib
 import itertools
@@ -16,6 +22,7 @@ from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import RankError, UserError
@@ -32,7 +39,7 @@ _block = threading.local()
 
 
 class Group:
-    """Shares values and errors between the hosts of the ranks, over gloo.
+    """Shares values and errors between the ranks, on their CPUs, over gloo.
 
     All ranks call the collective methods together, in the same order. In a plain process they
     return at once.
@@ -51,10 +58,11 @@ class Group:
         # The number of open phases. At first it is the start-up, which the watchdog ends after
         # the first step.
         self.phases = 1
-        # The end of the last phase (time.monotonic()).
+        # The end of the last phase, and of the last exchange (time.monotonic()).
         self.resumed = 0.0
+        self.exchanged = 0.0
         # Waits for the current exchange, and returns its result.
-        self.maxima: Callable[[], list[float]] | None = None
+        self.wait_for_exchange: Callable[[], list[float]] | None = None
         # The ranks' current activity, for the message after a stop signal.
         self.doing = "step"
         self.process_group: Any = None
@@ -98,7 +106,7 @@ class Group:
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Give the block, such as a validation or a save, PHASE_LIMIT as its time limit."""
+        """Give the block, such as a save, PHASE_LIMIT as its time limit, or a longer step limit."""
         self.phases += 1
         self.doing = doing
         try:
@@ -203,21 +211,23 @@ class Group:
     def exchange(self, flags: list[int]) -> list[int]:
         """Send `flags`; return the maxima over the ranks of those sent at the previous call.
 
-        So no rank waits, and all ranks get the same result. Only the first call waits: it returns
-        what the ranks have just sent.
+        All ranks get the same result, and a rank waits only for one that is a whole call behind.
+        But the first call waits for all, and returns what they have just sent.
         """
         if self.process_group is None:
             return flags
-        if self.maxima is None:
-            self.maxima = self.maximum(flags)
-        agreed = self.maxima()
-        self.maxima = self.maximum(flags)
+        if self.wait_for_exchange is None:
+            self.wait_for_exchange = self.maximum(flags)
+        agreed = self.wait_for_exchange()
+        # All ranks have made the previous call, so the run makes progress.
+        self.exchanged = time.monotonic()
+        self.wait_for_exchange = self.maximum(flags)
         return [int(flag) for flag in agreed]
 
     def settle(self) -> None:
         """Wait for the current exchange, since no collective may be unfinished at the end."""
-        if self.maxima:
-            self.maxima()
+        if self.wait_for_exchange:
+            self.wait_for_exchange()
 
     def maximum(self, values: Sequence[float]) -> Callable[[], list[float]]:
         """Start an element-wise maximum over the ranks; return a function that waits for it."""
@@ -226,8 +236,8 @@ class Group:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
-            # The watchdog names a rank that hangs before this limit. It is only reached if the
-            # watchdog hangs, too, for example on a network disk that is gone.
+            # The watchdog ends the run earlier and names the rank that hangs. This limit is only
+            # reached if the watchdog hangs, too, for example on a network disk that is gone.
             limit = self.phase_limit if self.phases else 2 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
@@ -278,25 +288,22 @@ def _print_to(out: int, err: int) -> None:
 
 
 def agree_on_buffers(running: Any, step: int, world: World) -> None:
-    """Make RunningBuffers (run/bad_steps.py) equal on all ranks after the forwards; collective.
+    """Make RunningBuffers (run/bad_steps.py) equal on all ranks after a step's forwards.
 
-    Only buffers that forward changes are sent. Others, such as masks, never change.
+    Collective. Only buffers that have differed between ranks are sent: most never change, such as
+    masks, and some change alike on all ranks.
     """
     if world.size == 1 or not running.slots:
         return
     tensors = running.tensors()
-    # Find changed buffers by comparing values, since batch normalization does not increase tensor
-    # versions. Reading the result makes the host wait for the device, so it is only done at some
-    # steps. A buffer that begins to change in between is sent from the next comparison on.
-    if running.changing is None or step % LOOK_EVERY == 0:
-        changed = [(now != then).any() for now, then in zip(tensors, running.copies, strict=True)]
-        on_any_rank = torch.stack(changed).float()
-        dist.all_reduce(on_any_rank)
-        known = running.changing or set()
-        running.changing = known | set(on_any_rank.nonzero().flatten().tolist())
+    # Reading the result of the comparison makes the host wait for the device, so it is only done at
+    # some steps. A buffer that begins to differ in between is sent from the next comparison on.
+    if running.differing is None or step % LOOK_EVERY == 0:
+        known = running.differing or set()
+        running.differing = known | _differing(tensors)
     fractional: list[Tensor] = []
     others: list[Tensor] = []
-    for index in sorted(running.changing):
+    for index in sorted(running.differing):
         tensor = tensors[index]
         if tensor.is_complex():
             tensor = torch.view_as_real(tensor)
@@ -316,6 +323,16 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
             values.zero_()
         dist.all_reduce(values)
         _scatter(values, others)
+
+
+def _differing(tensors: list[Tensor]) -> set[int]:
+    """Return the indices of tensors whose bytes differ between ranks; collective."""
+    sums = torch.stack([checksum(tensor) for tensor in tensors])
+    # The maximum of the negative sums is the negative minimum.
+    extremes = torch.cat([sums, -sums])
+    dist.all_reduce(extremes, dist.ReduceOp.MAX)
+    highest, negative_lowest = extremes.chunk(2)
+    return set((highest != -negative_lowest).nonzero().flatten().tolist())
 
 
 def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
@@ -348,8 +365,7 @@ def require_same_optimizer(
 ) -> None:
     """Raise UserError, on every rank, unless the optimizers of all have the same order; collective.
 
-    An optimizer that divides its work sends its results by the order of its parameters, and their
-    states are saved by it.
+    An optimizer that divides its work sends its results by the order of its parameters.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters: list[str] = []
@@ -385,7 +401,10 @@ def _require_same_order(entries: list[str], world: World, problem: str, advice: 
 
 
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
-    """Raise an error, on every rank, if two ranks have different values for a name."""
+    """Raise an error, on every rank, if two ranks have different values for a name; collective.
+
+    A name that a rank lacks is not compared.
+    """
     values_of: list[Any] = [values] * world.size
     if world.distributed:
         dist.all_gather_object(values_of, values)
@@ -399,13 +418,25 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
                 raise error(f"{text}, {expected} on rank {first_rank}")
 
 
-def bit_sum(tensors: Iterable[Tensor]) -> int:
-    """Sum all bytes; flipping any single bit changes the sum."""
-    total = 0
-    for tensor in tensors:
-        content = tensor.detach().contiguous().flatten().view(torch.uint8)
-        total += int(content.sum(dtype=torch.int64))
-    return total
+def checksum(tensor: Tensor) -> Tensor:
+    """Return a number, on the tensor's device, that changes if a bit flips or values change places.
+
+    It is not cryptographic.
+    """
+    content = tensor.detach().contiguous().flatten().view(torch.uint8)
+    # As integers of 8 bytes, in rows of 128. The weights depend on the row and on the column, and
+    # are odd in sum: a product of an odd number and a power of two is never 0 modulo 2 ** 64.
+    rows = F.pad(content, (0, -len(content) % 1024)).view(torch.int64).view(-1, 128)
+    of_rows = rows.sum(1)
+    of_columns = rows.sum(0)
+    row_weights = 2 * torch.arange(len(of_rows), device=tensor.device) + 1
+    column_weights = 2_000_006 * torch.arange(128, device=tensor.device)
+    return (of_rows * row_weights).sum() + (of_columns * column_weights).sum()
+
+
+def checksum_of_all(tensors: Iterable[Tensor]) -> int:
+    """Return the sum of the checksums of tensors."""
+    return sum(int(checksum(tensor)) for tensor in tensors)
 
 
 def all_reduce(tensor: Tensor, world: World) -> Tensor:

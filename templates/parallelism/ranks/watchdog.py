@@ -15,8 +15,8 @@ measures the time since the last step. When the limit is exceeded, it
 
 The ranks communicate through files in the run directory, since a collective would hang, too.
 
-The limit is `--parallel.timeout-minutes`, or PHASE_LIMIT for the start-up, which includes the first
-step (it may compile), and inside `Group.phase` (a validation or a save).
+The limit is `--parallel.timeout-minutes`. It is at least PHASE_LIMIT for the start-up, which
+includes the first step (it may compile), for a save, and for each batch of a validation.
 """
 
 import contextlib
@@ -115,7 +115,8 @@ class Watchdog:
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())
-            began = max(self.began, self.group.resumed)
+            # A validation may take hours, as long as each of its batches ends with an exchange.
+            began = max(self.began, self.group.resumed, self.group.exchanged)
             # If this process was suspended, the whole job may have been; that is not a hang.
             suspended = now - last
             if suspended > SUSPENDED_SECONDS:
@@ -220,7 +221,10 @@ def blame(reports: dict[int, dict[str, Any]], size: int) -> str:
     fewest = min(report["collectives"] for report in reports.values())
     behind = [rank for rank, report in reports.items() if report["collectives"] == fewest]
     if len(behind) == size:
-        return "no rank is behind the others: see where each of them is"
+        return (
+            "no rank is behind the others: see where each of them is. If it is no hang, raise "
+            "--parallel.timeout-minutes"
+        )
     return f"{_named(behind)} did not enter the collective that the others are waiting in"
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .parallel import ParallelConfig
 
 log = logging.getLogger(__name__)
-# Time limit of start-up, a validation or a save, which may be slow because of a disk.
+# Time limit of start-up, a save, and each batch of a validation, which may wait for a slow disk.
 PHASE_LIMIT = timedelta(minutes=30)
 
 # The address on which the ranks of one machine connect (launch.py).

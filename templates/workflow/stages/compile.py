@@ -1,7 +1,8 @@
 """Check torch.compile for graph breaks, recompiles, numerics and speed: the compile stage.
 
-Each mode is measured in two new processes (compile_trial.py): first with an empty compile cache,
-then with the cache of the first process. This module evaluates the results.
+Each mode is measured in a new process with an empty compile cache (compile_trial.py). With
+inductor, a second process then measures how long compiling takes with the cache of the first. This
+module evaluates the results.
 """
 
 import math
@@ -22,7 +23,7 @@ from .timing import describe, spread, steps_of_run
 
 # FSDP's hooks break the graph of a whole model.
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")
-# Time limit of a process in seconds.
+# Time limit of each process in seconds, which compiles and measures one mode.
 TIMEOUT = 1800.0
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing")
 NO_HEADERS = "Python.h: No such file"
@@ -54,19 +55,24 @@ def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     folder.mkdir()
     write_json(folder / "settings.json", to_json(override(config, {"compile.mode": mode})))
-    cache = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/cpp", "TRITON_CACHE_DIR": f"{folder}/gpu"}
+    cache = {
+        "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
+        "TRITON_CACHE_DIR": f"{folder}/triton",
+    }
     result: ModeResult = {}
     try:
         result = run_task("compile_trial", folder, "cold", seconds=TIMEOUT, **cache)
         # Other backends have no cache to measure.
         if "graphs" in result and config.compile.backend == "inductor":
             warm = run_task("compile_trial", folder, "warm", seconds=TIMEOUT, **cache)
-            result["compile_seconds"]["warm"] = warm.pop("seconds", None)
-            # What is left is an error of the warm process, if any.
-            result |= warm
+            # The result is {"seconds": …}, or {"error": …} or {"refused": …}.
+            if "seconds" in warm:
+                result["compile_seconds"]["warm"] = warm["seconds"]
+            else:
+                result |= warm
     except RankError as error:
-        # The compiler has crashed its process. The first line says how that ended; the next has
-        # what it printed. Only one line is shown, so join them.
+        # The process crashed or took too long. The first line of the error says which, and the
+        # second begins what it printed. Checks show only the first line, so join the two.
         result["error"] = str(error).replace("\n  ", ": ", 1)
     if "refused" in result:
         # The project itself refuses these settings, which is not a finding about the compiler.
@@ -81,9 +87,9 @@ def judge(stage: Stage, modes: dict[str, ModeResult]) -> None:
     stage.figures |= {"modes": compiled, "errors": errors, "best": "none"}
     judge_compiling(stage, modes)
     if compiled:
-        explained = "none, or each with its location and reason"
-        judge_findings(stage, compiled, "graph_breaks", wanted=explained)
-        judge_findings(stage, compiled, "recompiles", wanted=explained)
+        wanted = "none, or each with its location and reason"
+        judge_findings(stage, compiled, "graph_breaks", wanted)
+        judge_findings(stage, compiled, "recompiles", wanted)
         judge_recompile_limit(stage, compiled)
         judge_numerics(stage, compiled)
         judge_speed(stage, compiled)
@@ -95,9 +101,9 @@ def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
     outcomes: list[str] = []
     errors: list[str] = []
     for mode, result in modes.items():
-        # A mode that compiled cold but failed warm is in both lists.
         if "error" in result:
             errors.append(f"{mode}: {result['error']}")
+        # Not elif: a mode that compiled cold but failed warm is in both lists.
         if "skipped" in result:
             outcomes.append(f"{mode}: not tried, {result['skipped']}")
         elif "graphs" in result:
@@ -125,7 +131,10 @@ def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
 
 
 def judge_findings(stage: Stage, compiled: dict[str, ModeResult], name: str, wanted: str) -> None:
-    """Check that each finding has a location and a reason; `name` is the check and their key."""
+    """Check that each finding has a location and a reason.
+
+    `name` is both the name of the check and the key of the findings in each result.
+    """
     passed = True
     for result in compiled.values():
         for finding in result[name]:
@@ -162,7 +171,7 @@ def describe_findings(compiled: dict[str, ModeResult], name: str) -> str:
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
-    """Compare compiled with eager steps on the same weights, batches and random numbers."""
+    """Check that the losses and gradients of compiled steps are those of eager ones."""
     differing: list[str] = []
     limit = PRECISE
     texts: list[str] = []
@@ -192,15 +201,18 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
         windows = result["windows"]
         speedup, verdict = speedup_of(windows["eager"], windows["compiled"])
         seconds = spread(windows["compiled"])
+        # A dictionary, for JSON.
         result["speedup"] = speedup._asdict()
         result["verdict"] = verdict
         result["eager_step_seconds"] = spread(windows["eager"])
         result["step_seconds"] = seconds
-        # The number of steps after which the first compile has paid off.
         result["paid_after"] = None
         if verdict == "faster":
-            saved = seconds["median"] * (speedup.value - 1)
-            result["paid_after"] = math.ceil(result["compile_seconds"]["cold"] / saved)
+            # An eager step takes `speedup` times as long as a compiled one.
+            saved_per_step = seconds["median"] * (speedup.value - 1)
+            # The number of steps after which the first compile has paid off.
+            cold = result["compile_seconds"]["cold"]
+            result["paid_after"] = math.ceil(cold / saved_per_step)
         if verdict == TOO_NOISY:
             passed = None
         texts.append(f"{mode}: {verdict}, {speedup} times as fast, a step {describe(seconds)}")
@@ -235,11 +247,14 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
             # The speedup is relative to eager steps, not to the mode that was given.
             recommend(stage, "compile.mode", best)
         return
-    # If a measurement is missing, there is nothing to say about speed.
-    if problems or stage.status == "pass":
+    # As long as a mode may still prove faster, there is nothing to advise against.
+    undecided = any(result.get("verdict") == TOO_NOISY for result in modes.values())
+    if not undecided and (problems or stage.status == "pass"):
         reasons = "; ".join(f"{mode}: {problem}" for mode, problem in problems.items())
         advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
-    if given in problems:
+    # FSDP compiles blocks when it is asked for the full model.
+    used = "blocks" if given == "full" and parallel.SHARDED else given
+    if used in problems:
         recommend(stage, "compile.mode", "none")
 
 
@@ -254,7 +269,7 @@ def best_of(faster: list[str], modes: dict[str, ModeResult]) -> str:
 
 
 def reason_against(result: ModeResult, steps: int) -> str:
-    """Return a reason not to train this many steps with a mode, or ""."""
+    """Return why a run of `steps` steps should not use a mode; "" if nothing speaks against it."""
     if "error" in result:
         first_line, _, _ = result["error"].partition("\n")
         return first_line

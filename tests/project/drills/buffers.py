@@ -9,6 +9,8 @@ import importlib
 import os
 import signal
 import sys
+import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +51,23 @@ class Net(nn.Module):
             self.seen |= x[0] > 0.9
             self.spectrum = self.spectrum / 2 + torch.fft.rfft(x).mean(0)
         return self.out(self.norm(x - self.center))
+
+
+class Reset(nn.Module):
+    """A codebook of which some entries are set anew, but only at odd steps."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.out, self.rank, self.steps = nn.Linear(64, 10), rank, 0
+        self.register_buffer("codebook", torch.zeros(4))
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """Logits; each rank has its own entries."""
+        if self.training:
+            if self.steps % 2:
+                self.codebook[self.rank] += 1.0
+            self.steps += 1
+        return self.out(images.flatten(1).float())
 
 
 def tensors(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -133,16 +152,79 @@ def misread(training: Any, settings: Any, world: Any) -> str:
     return ""
 
 
-def odd_metrics(training: Any, settings: Any, world: Any) -> str:
-    """What a step says when the ranks have other metrics."""
+def odd_metrics(training: Any, settings: Any, world: Any) -> list[str]:
+    """What a step and a validation say when the ranks have other metrics."""
     compute, state = training.compute_loss, training.setup(settings, world)
+    validation: Any = sys.modules[training.validate.__module__]
     metrics = {f"of_{world.rank}": 1.0}
-    training.compute_loss = lambda *given: compute(*given)._replace(metrics=metrics)
-    try:
+    said = []
+    for module, call in (
+        (training, lambda: training.train_step(state, state.loader.next())),
+        (validation, lambda: validation.validate(state)),
+    ):
+        module.compute_loss = lambda *given: compute(*given)._replace(metrics=metrics)
+        try:
+            call()
+        except ValueError as error:
+            said.append(str(error))
+        module.compute_loss = compute
+    return said
+
+
+def reset_in_between(training: Any, settings: Any, world: Any) -> list[bool]:
+    """After which steps a buffer is alike that changes only between the steps that look."""
+    agreement = sys.modules[f"{training.__package__}.distributed.agreement"]
+    training.build_model = lambda config, spec: Reset(world.rank)
+    config = sys.modules[f"{training.__package__}.config"]
+    settings = config.override(settings, {"train.micro_batch_size": 6})
+    state, every = training.setup(settings, world), agreement.LOOK_EVERY
+    agreement.LOOK_EVERY, alike = 4, []
+    for _ in range(8):
         training.train_step(state, state.loader.next())
-    except ValueError as error:
-        return str(error)
-    return ""
+        first, second = gathered(tensors(state.model))
+        alike.append(torch.equal(first["codebook"], second["codebook"]))
+    agreement.LOOK_EVERY = every
+    return alike
+
+
+def fail_to_read(training: Any, settings: Any, world: Any) -> None:
+    """If one rank cannot read what is tried before the first step, no rank tries it."""
+    adds_up = sys.modules[f"{training.__package__}.adds_up"]
+    read = adds_up.read_batches
+
+    def read_or_fail(*given: Any) -> Any:
+        if world.rank == 1:
+            raise OSError("the file is gone")
+        return read(*given)
+
+    adds_up.read_batches = read_or_fail
+    adds_up.warn_unless_sums_add_up(training.setup(settings, world))
+    adds_up.read_batches = read
+    # The ranks' collectives still belong together.
+    assert gathered({"rank": torch.tensor(world.rank)})[1]["rank"] == 1
+
+
+def validate_for_long(training: Any, settings: Any, world: Any) -> None:
+    """A validation may take longer than the watchdog's limit, which is for one of its batches."""
+    package = training.__package__
+    watchdog, validation = (
+        sys.modules[f"{package}.{name}"] for name in ("distributed.watchdog", "validation")
+    )
+    compute, limit = validation.compute_loss, watchdog.PHASE_LIMIT
+    watchdog.PHASE_LIMIT = timedelta(seconds=4)
+
+    def slowly(model: Any, batch: Any) -> Any:
+        time.sleep(0.25)
+        return compute(model, batch)
+
+    validation.compute_loss = slowly
+    config = sys.modules[f"{package}.config"]
+    changes = {"train.steps": 2, "train.validate_samples": 144, "parallel.timeout_minutes": 0.05}
+    changes["run_dir"] = settings.run_dir.with_name("long")
+    started = time.monotonic()
+    assert training._run(config.override(settings, changes), world, []).status == "finished"
+    assert time.monotonic() - started > 5
+    validation.compute_loss, watchdog.PHASE_LIMIT = compute, limit
 
 
 def main(folder: Path, packages: list[str]) -> None:
@@ -169,12 +251,16 @@ def main(folder: Path, packages: list[str]) -> None:
         if hasattr(settings.parallel, "replicate"):  # or else each rank has its own part
             settings = config.override(settings, {"parallel.replicate": 2})
         training.compute_loss = compute
+        if name == packages[0]:
+            validate_for_long(training, settings, world)
+        fail_to_read(training, settings, world)
         text = misread(training, settings, world)
         assert "must be the same on all ranks" in text and "on rank 1, " in text, text
-        text = odd_metrics(training, settings, world)
-        assert "(model.py) must be the same on all ranks: ['of_1'] on rank 1, ['of_0']" in text, (
-            text
-        )
+        for text in (said := odd_metrics(training, settings, world)):
+            assert "must be the same on all ranks: " in text and "of_1" in text, text
+        assert len(said) == 2
+        alike = reset_in_between(training, settings, world)
+        assert alike == [True, False, False, False, True, True, True, True], alike
         if world.rank == 0:
             print(f"{name}: the ranks agree")
     training.leave(world)

@@ -36,7 +36,11 @@ def main(folder: Path, package: str) -> None:
         ),
         (
             {"data.path": text, "optim.clip": 1.0 + int(rank)},
-            "rank 1 differs from rank 0: settings 'optim.clip': 1.0 on rank 0, 2.0",
+            "the setting optim.clip must be the same on all ranks: 2.0 on rank 1, 1.0 on rank 0",
+        ),
+        (
+            {"data.path": text, "init_from": Path("weights.pt") if rank == "1" else None},
+            "whether --init-from is given must be the same on all ranks: True on rank 1, False on",
         ),
     ):
         try:

@@ -57,6 +57,27 @@ def end_of_run(package: str, settings: Any, world: Any) -> tuple[list[int], dict
     return stream.seen, tensors
 
 
+def bad_step(training: Any, settings: Any, world: Any) -> str:
+    """What a run says of a bad step that it may not skip."""
+    settings = importlib.import_module(f"{training.__package__}.config").override(
+        settings, {"train.on_bad_step": "stop", "train.steps": 2}
+    )
+    compute = training.compute_loss
+
+    def of_nan(model: Any, batch: Any) -> Any:
+        loss = compute(model, batch)
+        return loss._replace(total=loss.total * torch.nan)
+
+    training.compute_loss = of_nan
+    try:
+        training._run(settings, world, [])
+    except ValueError as error:
+        return str(error)
+    finally:
+        training.compute_loss = compute
+    return ""
+
+
 def main(folder: Path, packages: list[str]) -> None:
     """Rank 0 prints what was compared."""
     world = None
@@ -74,6 +95,8 @@ def main(folder: Path, packages: list[str]) -> None:
             again, resumed = end_of_run(name, settings, world)
             assert len(seen) == 3 * STEPS and again == seen[3 * STEPS // 2 :], (seen, again)
             assert all(torch.equal(resumed[key], tensor) for key, tensor in whole.items())
+            told = bad_step(training, load(name, own | {"run_dir": folder / "bad"})[1], world)
+            assert "cannot be searched, since each rank reads its own part" in told, told
             outcome = "the same"
         else:
             remove_checkpoint(run_dir, STEPS, world)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 import torch.nn.utils.parametrizations as of_torch
 from torch import nn
@@ -265,6 +266,32 @@ class Quantized(nn.Module):
         return frozen + F.linear(F.linear(x, self.down), self.up)
 
 
+class Switch(nn.Module):
+    """Two experts of one shape, of which each rank uses another."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Linear(16, 16), nn.Linear(16, 16)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.experts[dist.get_rank()](x)
+
+
+class Experts(Plain):
+    """A mixture of experts, whose samples choose one."""
+
+    def change(self) -> None:
+        self.layers = nn.ModuleList([Switch()])
+
+
+class PartCalled(Plain):
+    """A model that has a method for its features, which the loss calls."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        """The features."""
+        return super().forward(x)
+
+
 class FrozenInt8(Plain):
     """Quantized blocks, and a quantized layer in none."""
 
@@ -285,12 +312,13 @@ REFUSED = {
     ParameterInObject: REPLACED,
     ParameterInFunction: REPLACED,
     BufferOfParameter: r"would separate first\.weight and view",
+    PartCalled: r"call model\(\.\.\.\) instead of another method",
     OneMemory: r"would separate layers\.0\.weight and layers\.1\.weight",
 }
 SAME = (
     *(Plain, TiedInTheRoot, SameBlockTwice, BlockCalledThrice, Outputs, Nested, Attribute),
     *(TensorInObject, CutFromOne, FilledByView, OtherDraws, SparseBuffer, Parametrized, Recurrent),
-    *(Odds, FrozenInt8),
+    *(Odds, FrozenInt8, Experts),
 )
 
 
@@ -304,7 +332,10 @@ def seed(rank: int) -> None:
 def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
     """As compute_loss of a user, who knows the model."""
     inputs, targets = batch
-    logits = model(x=inputs).logits if isinstance(model, Outputs) else model(inputs)
+    if isinstance(model, PartCalled):
+        logits = model.encode(inputs)
+    else:
+        logits = model(x=inputs).logits if isinstance(model, Outputs) else model(inputs)
     return F.cross_entropy(logits, targets)
 
 
@@ -314,7 +345,10 @@ def trained(package: str, kind: type[Plain], world: Any) -> dict[str, torch.Tens
     seed(world.rank)
     model = parallel.build(kind, world)
     blocks = model.blocks() if hasattr(model, "blocks") else model.layers
-    module = parallel.wrap(model, blocks, parallel.ParallelConfig(), world, torch.float32)
+    config = parallel.ParallelConfig()
+    if kind is Experts and not parallel.SHARDED:
+        config = parallel.ParallelConfig(find_unused_parameters=True)
+    module = parallel.wrap(model, blocks, config, world, torch.float32)
     frozen = {name for name, p in model.named_parameters() if hasattr(p, "frozen_after")}
     assert frozen == ({"first.weight", "layers.0.bias"} if kind is Attribute else set()), frozen
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

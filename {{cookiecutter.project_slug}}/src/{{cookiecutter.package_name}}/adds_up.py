@@ -10,7 +10,7 @@ import logging
 import math
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 
 from . import model as model_file
 from .device import move
-from .distributed import parallel
+from .distributed import World, parallel
 from .loss import LossSum, check_loss, loss_vector
 from .model import compute_loss
 from .run.model_state import evaluation_mode
@@ -87,23 +87,29 @@ class _Draws(Dataset):
         return source[batch_slice.step, MicroBatch(batch_slice.samples, 1.0)]
 
 
-def evaluate(state: "State", batches: list[BatchSlice], draws: int = 1) -> Evaluation:
-    """Compute the sums of batches, several times with different random numbers.
+def read_batches(
+    state: "State", slices: list[BatchSlice], draws: int = 1
+) -> Generator[Any, None, None]:
+    """Yield the batches of slices, several times with different random numbers.
 
     A sample's random numbers depend on its position, so within a draw each batch sees the same.
+    Close the generator to stop its loader worker.
     """
     items: list[tuple[int, BatchSlice]] = []
     for draw in range(draws):
-        for batch_slice in batches:
+        for batch_slice in slices:
             items.append((draw, batch_slice))
+    return state.loader.read_apart(_Draws(state.loader.source), items)
+
+
+def evaluate(state: "State", batches: Iterable[Any], draws: int = 1) -> Evaluation:
+    """Compute the sums of the batches from `read_batches`."""
     vectors: list[torch.Tensor] = []
     names: list[str] = []
     seed = state.config.train.seed
     world = state.world
-    reading = state.loader.read_apart(_Draws(state.loader.source), items)
-    # Closing stops the loader workers, also when an evaluation fails.
-    with contextlib.closing(reading) as read, torch.no_grad():
-        for batch in read:
+    with torch.no_grad():
+        for batch in batches:
             # Each evaluation draws different random numbers; another run draws the same ones.
             seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
             loss = parallel.forward(compute_loss, state, move(batch, world.device))
@@ -278,21 +284,36 @@ def is_certain(comparison: Comparison, index: int) -> bool:
 
 def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None:
     """Evaluate a batch and its halves, averaged over the ranks; None if that fails on any rank."""
+    # Data or a loss that fails here may still work in training. If not, the first step raises.
     world = state.world
-    failed = torch.zeros((), device=world.device)
+    problem: Exception | None = None
+    batches: list[Any] = []
+    try:
+        batches = [*read_batches(state, whole_and_parts(samples), draws)]
+    except Exception as error:
+        problem = error
+    # With FSDP a forward is collective, so first all ranks must have the data.
+    if _any_failed(problem, world):
+        return None
     evaluation = None
     try:
-        evaluation = evaluate(state, whole_and_parts(samples), draws)
-    # Data or a loss that fails here may still work in training. If not, the first step raises.
+        evaluation = evaluate(state, batches, draws)
     except Exception as error:
-        log.debug("could not check whether compute_loss adds up", exc_info=error)
-        failed += 1
-    # All ranks have to come to the same decision, so all see the same sums.
-    if parallel.all_reduce(failed, world) > 0 or evaluation is None:
+        problem = error
+    if _any_failed(problem, world) or evaluation is None:
         return None
+    # All ranks have to come to the same decision, so all see the same sums.
     parallel.require_same({"metrics of compute_loss (model.py)": evaluation.names}, world)
     sums = parallel.all_reduce(evaluation.sums, world) / world.size
     return Evaluation(sums, evaluation.names)
+
+
+def _any_failed(problem: Exception | None, world: World) -> bool:
+    """Return whether any rank has a problem, and log this rank's; collective."""
+    if problem is not None:
+        log.debug("could not check whether compute_loss adds up", exc_info=problem)
+    failed = torch.tensor(float(problem is not None), device=world.device)
+    return bool(parallel.all_reduce(failed, world) > 0)
 
 
 @contextlib.contextmanager

@@ -74,6 +74,12 @@ def check_loss(loss: Any, is_trained: bool = True) -> None:
         raise UserError(f"{RETURNED}: the total is a {kind}: wanted a tensor, {SUM_OF_LOSSES}")
     device = loss.total.device
     check_number(loss.total, "the total", device)
+    if loss.total.dtype in (torch.bfloat16, torch.float16):
+        kind = str(loss.total.dtype).removeprefix("torch.")
+        raise UserError(
+            f"{RETURNED}: the total is {kind}, which rounds a large sum: compute the loss from "
+            "logits.float()"
+        )
     if is_trained and not loss.total.requires_grad:
         raise UserError(
             f"{RETURNED}: the total has no gradient: wanted {SUM_OF_LOSSES}, as the model gave it, "
@@ -139,8 +145,9 @@ def check_counted(sums: torch.Tensor) -> None:
         raise UserError(f"{RETURNED}: the count of a whole batch is 0: wanted {COUNTED}")
 
 
-def check_model(model: nn.Module) -> None:
-    """UserError for a parameter that cannot be trained here, by its name."""
+def check_model(model: Any) -> None:
+    """UserError unless build_model returned a module whose parameters can all be trained here."""
+    require_type(model, nn.Module, "what build_model (model.py) returns")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
             way_out = "state its sizes in build_model (model.py), or call the model there once"
@@ -149,6 +156,17 @@ def check_model(model: nn.Module) -> None:
         is_embedding = isinstance(module, nn.Embedding | nn.EmbeddingBag)
         if is_embedding and module.sparse:
             raise UserError(f"{name}.weight has sparse gradients: make it with sparse=False")
+
+
+def check_blocks(blocks: Any) -> None:
+    """UserError unless model.py's `blocks` returned a list of modules that are called."""
+    advice = "return a list of the layers, as in [*model.layers]"
+    if not isinstance(blocks, Iterable):
+        raise UserError(f"blocks (model.py) returns {type(blocks).__name__}: {advice}")
+    for block in blocks:
+        # A list of modules is never called, so it cannot be compiled, recomputed or sharded.
+        if not isinstance(block, nn.Module) or isinstance(block, nn.ModuleList | nn.ModuleDict):
+            raise UserError(f"blocks (model.py) returns a {type(block).__name__} in it: {advice}")
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from .checkpoint.checkpointer import Checkpointer
 from .checkpoint.tensors import require_same_identity, shapes_and_dtypes
-from .distributed import Group, parallel
+from .config import Config
+from .distributed import Group, World, parallel
 from .errors import UserError
 from .files import flatten, to_json
 from .run.directory import OF_ONE_START
@@ -26,7 +27,9 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
     config = state.config
     settings = to_json(config)
     identity = identity_of_run(state)
-    require_same_identity({**identity, "settings": settings_of_all_ranks(settings)}, group)
+    # Ranks divide the validation data, too. Its size is not a part of the identity, since a resume
+    # may change it.
+    require_same_identity({**identity, "validation_samples": len(state.validation)}, group)
     # Only rank 0 writes a manifest.
     source = code_version() if group.is_first else {}
     facts = {
@@ -99,8 +102,19 @@ def identity_of_run(state: "State") -> dict[str, Any]:
     }
 
 
-def settings_of_all_ranks(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings, by dotted name, that must be the same on all ranks."""
+def require_same_settings(config: Config, world: World) -> None:
+    """Raise UserError, on every rank, if a setting differs that all must share; collective.
+
+    `setup` calls it first, since settings decide which collectives a rank calls.
+    """
+    values: dict[str, Any] = {}
     # Each machine may have the data in another folder.
     of_one_rank = OF_ONE_START | {"data.path"}
-    return {name: value for name, value in flatten(settings) if name not in of_one_rank}
+    for name, value in flatten(to_json(config)):
+        if name not in of_one_rank:
+            values[f"the setting {name}"] = value
+    # The weights themselves may be in another folder, too: their contents are compared later.
+    values["whether --init-from is given"] = config.init_from is not None
+    values["--init-new"] = [*config.init_new]
+    values["--init-strict"] = config.init_strict
+    parallel.require_same(values, world)

@@ -42,6 +42,8 @@ from .errors import UserError
 from .files import to_json, write_json
 from .loss import (
     Gathered,
+    LossSum,
+    check_blocks,
     check_counted,
     check_loss,
     check_model,
@@ -53,7 +55,7 @@ from .loss import (
 )
 from .model import blocks, build_model, compute_loss
 from .optim import build_optimizer
-from .resume import resume
+from .resume import require_same_settings, resume
 from .run import hardware
 from .run.bad_steps import BadSteps, RunningBuffers, step_unless, try_step
 from .run.callback_runner import enter, find_methods
@@ -63,8 +65,8 @@ from .run.model_state import ModelState, begin_training
 from .run.tracker import TRACKERS
 from .sampling import STEP, Loader, MicroBatch, fixed_subset, micro_batches, seed_random
 from .schedule import set_schedule
-from .validation import evaluate
 from .validation import validate as validate
+from .validation import validate_in_run
 
 log = logging.getLogger(__name__)
 
@@ -129,6 +131,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     --init-from afterwards, so those weights are not initialized here.
     """
     world = world or join(config.parallel, config.device)
+    require_same_settings(config, world)
+    # An earlier run in this process may have set them.
     Gathered.used = False
     Gathered.is_padding = False
     batch_size = config.train.global_batch_size
@@ -161,6 +165,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     else:
         model = parallel.build(make_model, world)
     check_model(model)
+    check_blocks(blocks(model))
     require_same_model(model, world)
     peak_flops = hardware.peak_flops(world.device)
     forward_flops = None
@@ -250,10 +255,7 @@ def train_step(state: State, batches: list[Any]) -> None:
             with annotated("forward"):
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 if state.metrics is None:
-                    check_loss(loss)
-                    check_whole_batch(len(state.plan), state.config.train.validate_batch_size)
-                    names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
-                    parallel.require_same(names, world)
+                    check_first_loss(state, loss)
                 state.metrics = metric_names(loss, state.metrics)
             with annotated("backward"):
                 total = loss.total
@@ -295,13 +297,23 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
-    # The sums stay on the device and are read only at log steps. On a GPU `bad` is a tensor.
+    # The sums stay on the device and are read only at log steps. `bad` is a bool on a CPU, and a
+    # tensor on a GPU.
     if bad is not False:
         sums = sums.masked_fill(torch.as_tensor(bad), 0)
     state.sums = state.sums + sums
     state.bad_steps = state.bad_steps + bad
     state.grad_norm = norm
     state.step += 1
+
+
+def check_first_loss(state: State, loss: LossSum) -> None:
+    """Raise UserError unless compute_loss returns what a run can add up; collective."""
+    check_loss(loss)
+    check_whole_batch(len(state.plan), state.config.train.validate_batch_size)
+    # The sums have no names, so ranks with different metrics would add different ones.
+    names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
+    parallel.require_same(names, state.world)
 
 
 def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = None) -> Result:
@@ -336,6 +348,7 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         checkpointer = stack.enter_context(resume(state, run_dir.path, group))
 
         validation: dict[str, float] = {}
+        # Whether a callback has ended the run at this step, with the same number of steps.
         had_ended = False
         with group.together():
             if group.is_first:
@@ -421,13 +434,13 @@ def _loop(
     validation: dict[str, float] = {}
     record: dict[str, Any] | None = None
     if validation_owed:
-        validation = evaluate(state, stop, callbacks)
+        validation = validate_in_run(state, stop, callbacks)
     journal.begin(validation)
-    # A stop signal during the last validation leaves `validation` empty. Then the loop runs once
-    # more, and the poll below returns that signal.
+    # The last step is always validated. `validation` is only empty after it if a stop signal has
+    # interrupted it; then the poll below returns that signal.
     while state.step < settings.steps or not validation:
         # All ranks stop after the same step. A poll returns what the ranks sent at the previous
-        # poll, so no rank waits for another. `_run` saves afterwards.
+        # poll, so a rank waits only for one that is a whole step behind. `_run` saves afterwards.
         agreed = stop.poll(checkpointer.writer.failed)
         if agreed.save_failed:
             # Raises on all ranks, or warns (--checkpoint.on-failure).
@@ -444,16 +457,17 @@ def _loop(
         record = None
         validate_now = is_due(state, settings.validate_every)
         if validate_now or is_due(state, settings.log_every):
-            # This is the only place in the loop where the host waits for the device.
+            # Here the host waits for the device. Otherwise it does so only in the cases that
+            # `train_step` names, and in validations and saves.
             record = journal.record(state)
         if validate_now and record is not None:
-            validation = evaluate(state, stop, callbacks)
+            validation = validate_in_run(state, stop, callbacks)
             record |= validation
         for call in after_step:
             call(state, record)
         # If a callback ends the run after a validation (early stopping), all ranks stop at this
         # very step, so that the last checkpoint is the validated one.
-        is_last = validate_now and stop.finishes_now()
+        is_last = validate_now and stop.agree_to_finish()
         if is_last or is_due(state, state.config.checkpoint.every):
             # Save after the record is written, since a resume truncates metrics.jsonl to the
             # checkpoint's step.

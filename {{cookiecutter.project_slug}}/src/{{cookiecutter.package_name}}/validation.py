@@ -31,13 +31,15 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
     """Return the metrics, each with the prefix "validation_"; collective.
 
     Returns {} if `stopped()`, which must be the same on all ranks, becomes true meanwhile.
+    UserError, on every rank, if their metrics differ.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
     # A sample's random numbers are a function of its position, the same in each validation.
     key = stream_key(config.seed, VALIDATION_DRAWS)
-    # Samples per forward on each rank, and on all ranks between two calls of `stopped`.
+    # Samples of each rank in a forward.
     samples = config.validate_batch_size or config.micro_batch_size
+    # Samples of all ranks between two calls of `stopped`.
     in_all = max(config.global_batch_size, config.validate_batch_size * world.size)
     sums: Tensor | float = 0.0
     names: tuple[str, ...] | None = None
@@ -55,6 +57,8 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
                 Gathered.is_padding = False
                 names = metric_names(loss, names)
                 sums = sums + loss_vector(loss) * micro_batch.weight
+    # The sums have no names, so ranks with different metrics would add different ones.
+    parallel.require_same({"metrics of compute_loss (model.py) in a validation": names}, world)
     total = parallel.all_reduce(torch.as_tensor(sums), world)
     figures = means(total.tolist(), names or ())
     return {f"validation_{name}": value for name, value in figures.items()}
@@ -77,8 +81,11 @@ def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, 
     return metrics
 
 
-def evaluate(state: "State", stop: Stop, callbacks: list[Any]) -> dict[str, float]:
-    """Validate in a run, and call the callbacks; {} if a stop signal interrupts it."""
+def validate_in_run(state: "State", stop: Stop, callbacks: list[Any]) -> dict[str, float]:
+    """Validate in a run, and call the callbacks; {} if a stop signal interrupts it.
+
+    Before each batch it polls `stop`, which also sends this rank's own requests.
+    """
     assert state.checkpointer, "a run has one"
     writer = state.checkpointer.writer
 

@@ -75,8 +75,9 @@ class Stop:
     def poll(self, save_failed: bool = False) -> Agreed:
         """Send this rank's requests, and return those that all ranks agree on.
 
-        Each poll returns the flags sent at the previous poll, so that no rank waits. Only the first
-        poll waits: a stop during start-up takes effect before the first step.
+        Each poll returns the flags sent at the previous poll, so that a rank waits only for one
+        that is a whole poll behind. But the first poll waits for all: a stop during start-up takes
+        effect before the first step.
         """
         self.polled = True
         flags = [self.signal or 0, int(bool(self.reason)), int(save_failed)]
@@ -85,15 +86,18 @@ class Stop:
             self.reason = "a callback of another rank"
         return Agreed(stop_signal, bool(finish), bool(any_save_failed))
 
-    def finishes_now(self) -> bool:
-        """Tell whether a callback of any rank has ended the run; waits for all ranks."""
+    def agree_to_finish(self) -> bool:
+        """Return whether a callback of any rank has ended the run; collective, waits for all."""
         finish = self.group.any(bool(self.reason))
         if finish and not self.reason:
             self.reason = "a callback of another rank"
         return finish
 
     def finish(self, reason: str) -> None:
-        """End the run as finished, on all ranks at the same step: this one or the next."""
+        """End the run as finished, on all ranks at the same step.
+
+        That is this step if a callback calls it after a validation, otherwise the next one.
+        """
         self.reason = reason or "a callback"
 
     def outcome(self, agreed: Agreed) -> Literal["finished", "preempted", "regrouping"]:

@@ -46,8 +46,8 @@ class RunningBuffers:
     saves, validation and recomputed activations do not change them.
     """
 
-    # Indices of the buffers that forward changes; None until the ranks have compared them once.
-    changing: set[int] | None = None
+    # Indices of the buffers that have differed between ranks; None before the first comparison.
+    differing: set[int] | None = None
 
     def __init__(self, model: nn.Module) -> None:
         saved = model.state_dict(keep_vars=True)
@@ -139,14 +139,18 @@ class BadSteps:
             )
 
     def _name_samples(self, state: "State") -> None:
-        log.info("step %d was not finite: searching its batch for bad samples", state.step)
-        ids = state.loader.source.order.ids(state.step - 1).tolist()
-        with self.group.phase("search for bad samples"):
-            bad = [str(ids[index]) for index in self._search(state, 0, len(ids))]
-        if bad:
-            cause = f"each of the samples {', '.join(bad)} causes it"
+        is_stream = state.loader.size is None
+        if is_stream and self.group.size > 1:
+            # The search gives samples to other ranks, but a rank has read only its own.
+            cause = "its samples cannot be searched, since each rank reads its own part of a stream"
         else:
+            log.info("step %d was not finite: searching its batch for bad samples", state.step)
+            ids = state.loader.source.order.ids(state.step - 1).tolist()
+            with self.group.phase("search for bad samples"):
+                bad = [str(ids[index]) for index in self._search(state, 0, len(ids))]
             cause = "no single sample causes it, only the whole batch"
+            if bad:
+                cause = f"each of the samples {', '.join(bad)} causes it"
         raise UserError(
             f"the loss or the gradient of step {state.step} is not finite; {cause}. The step "
             "changed nothing. Look at the data, or skip such steps with --train.on-bad-step skip"

@@ -23,7 +23,7 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 PLAIN = (bool, int, float, str, np.generic)
 CONTAINERS = (list, tuple, deque, dict, set, frozenset)
 # Containers with more items, those nested more deeply, and larger arrays are compared by identity
-# and length alone.
+# and length (or shape) alone.
 MOST_ITEMS = 1000
 MOST_NESTED = 2
 MOST_BYTES = 2**20
@@ -52,13 +52,18 @@ def begin_training(model: nn.Module) -> None:
 @contextlib.contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Put a model into evaluation mode inside the block, then restore each module's mode."""
-    in_training = [module for module in model.modules() if module.training]
+    modes = [(module, module.training) for module in model.modules()]
+    was_training = model.training
     model.eval()
     try:
         yield
     finally:
-        for module in in_training:
-            module.training = True
+        # Setting the flags is not enough: in eval() a module may have merged its adapter into its
+        # weights, which only its train() undoes (loralib).
+        if was_training:
+            model.train()
+        for module, mode in modes:
+            module.training = mode
 
 
 class ModelState:

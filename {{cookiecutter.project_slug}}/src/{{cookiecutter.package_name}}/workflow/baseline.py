@@ -1,11 +1,21 @@
 """Measure how one eager process trains, before any optimization: the baseline stage."""
 
+import contextlib
 import gc
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..adds_up import DRAWS, TOLERANCE, BatchSlice, compare, evaluate, is_declared, whole_and_parts
+from ..adds_up import (
+    DRAWS,
+    TOLERANCE,
+    BatchSlice,
+    compare,
+    evaluate,
+    is_declared,
+    read_batches,
+    whole_and_parts,
+)
 from ..config import Config, override
 from ..distributed import join, leave
 from ..run.hardware import in_units
@@ -92,12 +102,14 @@ def take_first_steps(state: State, steps: int) -> FirstSteps:
 
 def loss_on_first_batches(state: State) -> float:
     """Return the mean loss over the first batches."""
-    batches: list[BatchSlice] = []
+    slices: list[BatchSlice] = []
     for step in range(BATCHES):
         for micro_batch in state.plan:
-            batches.append(BatchSlice(step, micro_batch.indices))
+            slices.append(BatchSlice(step, micro_batch.indices))
+    with contextlib.closing(read_batches(state, slices)) as batches:
+        sums = evaluate(state, batches).sums
     # The first sum is the loss; its count follows it.
-    total, count, *_ = evaluate(state, batches).sums.sum((0, 1)).tolist()
+    total, count, *_ = sums.sum((0, 1)).tolist()
     return total / count
 
 
@@ -193,8 +205,9 @@ def judge_sums(stage: Stage, state: State) -> None:
     if size == 1:
         stage.check("adds_up", None, measured="one sample cannot be split", wanted=wanted)
         return
-    with evaluation_mode(state.module):
-        evaluation = evaluate(state, whole_and_parts(size), DRAWS)
+    reading = contextlib.closing(read_batches(state, whole_and_parts(size), DRAWS))
+    with evaluation_mode(state.module), reading as batches:
+        evaluation = evaluate(state, batches, DRAWS)
     comparison = compare(evaluation, size)
     if comparison.is_random:
         wanted += f" plus 4 standard errors over {DRAWS} random draws"
