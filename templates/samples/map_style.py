@@ -83,6 +83,12 @@ def seed_random(*words: int, device: torch.device | None = None) -> None:
         torch.mps.manual_seed(key)
 
 
+def seed_start(seed: int) -> None:
+    """Seed all generators as at the start of a run: for a random split, and initial weights."""
+    seed_random(seed)
+    torch.manual_seed(seed % 2**63)
+
+
 class GlobalBatches:
     """The sample ids of every global batch, independent of the number of ranks.
 
@@ -304,13 +310,17 @@ class Loader:
             return list(self.read_apart(self.source, items))
         return [self.source[item] for item in items]
 
-    def _wait(self, stop: Stop | None) -> Any:
-        """Return the workers' next batch; after a stop signal, wait at most `PATIENCE`."""
-        if self.iterator is None:
+    def start(self) -> None:
+        """Start the workers, if there are any and they do not run."""
+        if self.workers and self.iterator is None:
             loader = self._data_loader(self.source, self._items(self.step), self.workers, POLL)
             self.iterator = start_workers(loader, self.source.dataset)
             watching = threading.Thread(target=self._watch, args=(self.iterator,), daemon=True)
             watching.start()
+
+    def _wait(self, stop: Stop | None) -> Any:
+        """Return the workers' next batch; after a stop signal, wait at most `PATIENCE`."""
+        self.start()
         self.stop = stop
         self.asked = time.monotonic()
         while True:

@@ -31,6 +31,7 @@ from .map_style import fixed_subset as fixed_subset
 from .map_style import micro_batches as micro_batches
 from .map_style import sample_keys as sample_keys
 from .map_style import seed_random as seed_random
+from .map_style import seed_start as seed_start
 from .permutation import Permutation as Permutation
 from .permutation import stream_key as stream_key
 

@@ -75,6 +75,30 @@ def trained(project: Project, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return run_dir, seen
 
 
+def test_it_keeps_what_bfloat16_would_round_away(project: Project) -> None:
+    ema = project.module("ema")
+    model = torch.nn.Linear(64, 64, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    ema.keep_average(optimizer)
+    optimizer.param_groups[0]["ema_decay"] = 0.999
+    weight = model.weight
+    for step in range(400):
+        weight.grad = model.bias.grad = None
+        weight.grad = torch.zeros_like(weight)
+        if step == 1:
+            weight.data.mul_(1.5)
+        optimizer.step()
+    average = optimizer.state[weight][ema.EMA]
+    moved = 1 - 0.999**399
+    wanted = weight.detach().double() / 1.5 * (1 + 0.5 * moved)
+    # The factor of 1.5 is itself rounded to bfloat16.
+    torch.testing.assert_close(average.double(), wanted, rtol=1e-2, atol=1e-5)
+    kept, last = average.clone(), weight.detach().clone()
+    with ema.averaged_weights(model, optimizer):
+        assert torch.equal(weight, average.bfloat16())
+    assert torch.equal(weight, last) and torch.equal(average, kept)
+
+
 def test_it_is_what_its_formula_says(project: Project, trained: tuple[Path, Weights]) -> None:
     run_dir, seen = trained
     assert near(saved(project, run_dir), seen.average())

@@ -226,6 +226,28 @@ def test_a_frozen_weight_that_changes_is_not_lost(
     assert "blocks.0.up.weight" in str(no.value)
 
 
+def test_a_trained_weight_that_is_frozen_later_is_not_lost(
+    project: Project, runs: Path, tmp_path: Path
+) -> None:
+    """The base has it, too, but with the values from before it was trained."""
+
+    def freeze_more(model: nn.Module) -> nn.Module:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("norm" in name)
+        return model
+
+    run, name = tmp_path / "run", "model.blocks.1.up.weight"
+    shutil.copytree(runs / "no", run)
+    before = weights(project, run)[name]
+    words = ("train", "--run-dir", str(run), "--train.steps")
+    with built(project, freeze_more):
+        project(*words, "5", "--reset-optimizer")
+        project(*words, "6")
+        assert torch.equal(weights(project, run)[name], before)
+    saved = torch.load(run / "checkpoints/step_00000006/state.pt", weights_only=True)
+    assert name.removeprefix("model.") in saved["model"]
+
+
 def test_a_frozen_weight_that_the_base_lacks_is_saved(
     project: Project, runs: Path, tmp_path: Path
 ) -> None:

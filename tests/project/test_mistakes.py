@@ -193,7 +193,9 @@ def test_fresh_is_refused_for_a_store_before_anything_is_built(
     address = (tmp_path / "store").as_uri()
     words = ("--preset", "tiny", "--device", "cpu", "--fresh", "--checkpoint.url", address)
     said = stored.refuses("train", *words, "--run-dir", str(tmp_path / "run"))
-    assert said == "--fresh does not clear an object store: give another --checkpoint.url"
+    assert (
+        said == "--fresh does not clear an object store: give another --name and --checkpoint.url"
+    )
     assert not (tmp_path / "run").exists()
 
 
@@ -353,6 +355,13 @@ def test_what_is_no_model_and_what_are_no_blocks(
     monkeypatch.setattr(project.module("train"), function, lambda *given: result(layers))
     said = project.refuses("train", *project.settings, "--run-dir", str(tmp_path / "run"))
     assert said.startswith(wanted) and "\n" not in said
+
+
+def test_fsdp_names_the_batch_norm_that_a_gpu_trains_in_float32(stored: Project) -> None:
+    check = stored.module("distributed.parallel").check_batch_norm
+    check(torch.nn.Sequential(torch.nn.BatchNorm1d(2), torch.nn.GroupNorm(1, 2)))
+    with pytest.raises(ValueError, match=r"1 is a BatchNorm2d, which FSDP trains on a GPU only in"):
+        check(torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm2d(2)))
 
 
 def test_fsdp_names_what_it_cannot_shard(stored: Project) -> None:
@@ -533,6 +542,33 @@ def test_ranks_name_a_parameter_that_one_of_them_uses(edited: tuple[Path, str]) 
     assert any("never.weight" in line for line in lines), lines
     assert not any("restarting all ranks" in line for line in lines), lines
     told(folder, *command, "--name", "on_one", "--parallel.find-unused-parameters", code=0)
+
+
+IN_THE_FIRST_OF_TWO = """
+
+_of_both = compute_loss
+_calls = [0]
+
+
+def compute_loss(model, batch):
+    loss = _of_both(model, batch)
+    if model.training:
+        _calls[0] += 1
+    if _calls[0] % 2:
+        loss = loss._replace(total=loss.total + 0 * model.never.weight.sum())
+    return loss
+"""
+
+
+def test_ranks_name_a_parameter_that_the_last_micro_batch_lacks(edited: tuple[Path, str]) -> None:
+    """Its gradient is there, from the first micro-batch, but DDP would never reduce it."""
+    without_bias = UNUSED.replace("nn.Linear(2, 2)", "nn.Linear(2, 2, bias=False)")
+    folder, _, _ = edit(edited, without_bias + IN_THE_FIRST_OF_TWO)
+    command = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "3")
+    command += ("--train.global-batch-size", "8", "--train.micro-batch-size", "2")
+    lines = told(folder, *command, "--name", "first_of_two", code=2)
+    assert any("the loss does not depend on never.weight" in line for line in lines), lines
+    told(folder, *command, "--name", "both", "--parallel.find-unused-parameters", code=0)
 
 
 IN_ORDER_OF_RANK = """

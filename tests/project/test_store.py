@@ -3,6 +3,7 @@
 import itertools
 import json
 import logging
+import math
 import os
 import random
 import re
@@ -20,9 +21,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 
 from tests.conftest import Project, bake
 from tests.project.s3 import KEY, SECRET, Request, Store, s3
@@ -543,6 +546,57 @@ time.sleep(600)
 """
 
 
+def test_only_its_own_scratch_is_removed(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that has ended has a lock in its directory, which may be anywhere."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    paths = project.module("checkpoint.paths")
+    trained(project, run_dir=tmp_path / "checkpoint-best", train__steps=2)
+    before = sorted(tmp_path.rglob("*"))
+    folder = paths.make_temporary_folder()
+    assert folder.is_dir() and folder.parent == tmp_path
+    paths.release_copies()
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_what_is_published_stays_when_another_rank_is_gone(
+    project: Project, store: Store, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks learn that the manifest is written, but one of them has died meanwhile."""
+    saver = Saver(project, store)
+    commit = saver.publisher.commit
+
+    def gone(flag: bool) -> bool:
+        raise RuntimeError("connection closed by peer")
+
+    def commit_and_lose_a_rank(*arguments: Any) -> None:
+        commit(*arguments)
+        monkeypatch.setattr(saver.publisher.group, "any", gone)
+
+    monkeypatch.setattr(saver.publisher, "commit", commit_and_lose_a_rank)
+    assert not saver.save(1)
+    monkeypatch.undo()
+    assert saver.newest() == 1
+
+
+@pytest.mark.parametrize("name", ["weights.safetensors", ""])
+def test_weights_in_a_store_begin_a_run(
+    project: Project, store: Store, tmp_path: Path, name: str
+) -> None:
+    """One file, or a folder of them."""
+    model = project.module("train").setup(project.config()).model
+    file = tmp_path / "weights.safetensors"
+    save_file({key: torch.zeros_like(value) for key, value in model.state_dict().items()}, file)
+    place = f"base-{name or 'folder'}"
+    target = project.module("checkpoint.paths").storage_path(store.url(place)) / file.name
+    target.send(file)
+    address = Path(f"{store.url(place)}/{name}")
+    trained(project, run_dir=tmp_path / "run", init_from=address, train__steps=1)
+    first = json.loads((tmp_path / "run/metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(math.log(256), abs=1e-6)
+
+
 def test_another_runs_checkpoints_are_left_alone(
     project: Project, store: Store, tmp_path: Path
 ) -> None:
@@ -836,6 +890,8 @@ def test_published_on_disk_and_uploaded_behind(
     both = {"checkpoint__url": store.url("both"), "checkpoint__local_first": True}
     here = tmp_path / "here"
     assert trained(project, 6, run_dir=here, **both).status == "preempted"
+    # The stop was that of the run: this process may send requests for as long as it likes.
+    assert project.module("checkpoint.object_store").time_left() == math.inf
     for path in sorted((here / "checkpoints").iterdir()):
         objects = store.objects("both")
         manifest = json.loads(objects[f"{path.name}/manifest.json"])
@@ -855,10 +911,14 @@ def test_published_on_disk_and_uploaded_behind(
     )
 
 
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
 def test_a_store_that_is_down_costs_the_upload_alone(
-    project: Project, store: Store, tmp_path: Path
+    project: Project, store: Store, tmp_path: Path, on_failure: str
 ) -> None:
-    both = {"checkpoint__url": store.url("down"), "checkpoint__local_first": True}
+    """Which is an error at the end, even if failures do not end a run."""
+    name = f"down-{on_failure}"
+    both = {"checkpoint__url": store.url(name), "checkpoint__local_first": True}
+    both["checkpoint__on_failure"] = on_failure
     errors = project.module("checkpoint.manifest").CheckpointError
     down = lambda r: "500" if "step_" in r.path and r.method == "PUT" else None  # noqa: E731
     with (
@@ -866,9 +926,11 @@ def test_a_store_that_is_down_costs_the_upload_alone(
         pytest.raises(errors, match=r"is on disk, but not in.*Run the same command again"),
     ):
         trained(project, run_dir=tmp_path, **both)
-    assert set(store.objects("down")) == {"owner.json"}
+    assert set(store.objects(name)) == {"owner.json"}
+    # What reads the run finds the checkpoints on disk.
+    assert project.module("checkpoint.transfer").find_checkpoint(tmp_path)[1]["step"] == 12
     assert trained(project, run_dir=tmp_path, **both).status == "already finished"
-    assert "step_00000012/manifest.json" in store.objects("down")
+    assert "step_00000012/manifest.json" in store.objects(name)
 
 
 def test_ranks_killed_while_they_upload(project: Project, store: Store, tmp_path: Path) -> None:
@@ -984,13 +1046,22 @@ def test_an_address_in_a_config_is_shown_first(
     assert said in caplog.text
 
 
-@pytest.mark.parametrize("url", ["s3://key:word@bucket/run", "s3://bucket/run?secret=word"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://key:word@bucket/run",
+        "s3://bucket/run?secret=word",
+        "s3:////key:word@bucket/run",
+        "s3://key:word@bucket/r\u200bun",
+        "key:word@bucket/run",
+    ],
+)
 def test_an_address_with_a_password_is_not_repeated(project: Project, url: str) -> None:
     error = project.module("errors").UserError
-    for takes in (
-        project.module("checkpoint.storage").storage_path,
-        lambda it: project.config(fresh=True, checkpoint__url=it),
-    ):
+    ways = [lambda it: project.config(fresh=True, checkpoint__url=it)]
+    if project.module("checkpoint.object_store").URL.fullmatch(url):
+        ways.append(project.module("checkpoint.storage").storage_path)
+    for takes in ways:
         with pytest.raises(error, match="a URL must not contain credentials") as refused:
             takes(url)
         assert "word" not in str(refused.value)

@@ -70,6 +70,19 @@ class DdpModule(nn.Module):
         self.model = model
         # Listed once, since `require_gradients` needs them at each step.
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+        # The parameters that the last backward has reached; None if that is not watched.
+        self.reached: set[torch.Tensor] | None = None
+
+    def watch_next_backward(self) -> None:
+        """Let `reached` hold the parameters that the next backward reaches."""
+        if self.reached is None:
+            for _, parameter in self.trained:
+                parameter.register_post_accumulate_grad_hook(self._note)
+        self.reached = set()
+
+    def _note(self, parameter: torch.Tensor) -> None:
+        if self.reached is not None:
+            self.reached.add(parameter)
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
         """Return `function(model, *given)`."""
@@ -141,21 +154,29 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     """Return the context of a micro-batch: gradients are reduced only in the last one."""
-    if last or not isinstance(state.module, DistributedDataParallel):
+    module = state.module
+    if not isinstance(module, DistributedDataParallel):
         return contextlib.nullcontext()
-    return state.module.no_sync()
+    if not last:
+        return module.no_sync()
+    if len(state.plan) > 1:
+        # Then a gradient may be there already, from an earlier micro-batch.
+        module.module.watch_next_backward()
+    return contextlib.nullcontext()
 
 
 def require_gradients(state: "State") -> None:
-    """Raise UserError for a parameter without gradient on this rank, after the step's backward.
+    """Raise UserError for a parameter that the step's last backward has not reached on this rank.
 
-    Otherwise DDP on other ranks would wait for it, and mistake this rank's next collective for it.
+    DDP would not reduce its gradient. On other ranks, it would wait for it, and mistake this rank's
+    next collective for it.
     """
     module = state.module
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return
+    reached = module.module.reached
     for name, parameter in module.module.trained:
-        if parameter.grad is None:
+        if parameter.grad is None or (reached is not None and parameter not in reached):
             raise UserError(
                 f"the loss does not depend on {name}: remove or freeze "
                 "such parameters, or add --parallel.find-unused-parameters"

@@ -28,6 +28,7 @@ from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
 from .shardable import (
     can_be_filled,
+    check_batch_norm,
     check_memory,
     check_replaced,
     check_shardable,
@@ -159,6 +160,8 @@ def wrap(
     mesh = build_mesh(config, world)
     units = units_of(model, blocks)
     check_shardable(model, units)
+    if compute_dtype != torch.float32 and world.device.type == "cuda":
+        check_batch_norm(model)
     check_memory(model)
     if not units and world.rank == 0:
         log.warning(

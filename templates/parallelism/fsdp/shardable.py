@@ -21,6 +21,18 @@ def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]
     return [(name, value) for name, value in getattr(module, kind).items() if value is not None]
 
 
+def check_batch_norm(model: nn.Module) -> None:
+    """Raise UserError for a batch norm that FSDP cannot train on a GPU in half precision."""
+    # FSDP casts its weights, but not its statistics, and the GPU's kernels need one dtype for both.
+    for name, module in model.named_modules():
+        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
+            raise UserError(
+                f"{name} is a {type(module).__name__}, which FSDP trains on a GPU only in float32: "
+                "add --train.precision fp32, use another norm (such as nn.GroupNorm), or create "
+                "the project with parallelism=ddp"
+            )
+
+
 def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
     """Raise UserError for parameters that FSDP cannot shard, or would train differently.
 

@@ -39,17 +39,21 @@ def checkpoints_of(run: Path) -> Path:
     return directory
 
 
+def names_in(folder: Path) -> list[str]:
+    """Return the names in a folder; [] if it does not exist."""
+    return os.listdir(folder) if folder.is_dir() else []
+
+
 def published(directory: Path) -> list[Path]:
     """Return the published checkpoints, oldest first, including damaged ones."""
-    names = os.listdir(directory) if directory.is_dir() else []
+    names = names_in(directory)
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
 
 
 def damaged(directory: Path) -> list[str]:
     """Return the names of the damaged checkpoints that were set aside."""
-    names = os.listdir(directory) if directory.is_dir() else []
-    return sorted(name for name in names if DAMAGED.fullmatch(name))
+    return sorted(name for name in names_in(directory) if DAMAGED.fullmatch(name))
 
 
 def open_regular(path: Path) -> io.BufferedIOBase:

@@ -16,7 +16,8 @@ C = TypeVar("C")
 class StorageConfig(RetentionConfig):
     """Settings of checkpoints on disk."""
 
-    # Whether checkpoints are only in an object store, not in the run directory.
+    # Whether checkpoints are in an object store, and whether they are only there.
+    in_store = False
     far = False
 
 
@@ -30,5 +31,5 @@ def on_disk(config: C) -> C:
     return config
 
 
-def end_in_time(stop: Stop) -> None:
+def end_in_time(stop: Stop | None) -> None:
     """Do nothing: only requests to an object store need a deadline after a stop signal."""

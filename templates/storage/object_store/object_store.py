@@ -45,6 +45,8 @@ PERMANENT_ERRORS = (
     NotImplementedError,
     ImportError,
 )
+# Errors of a disk without room.
+FULL = (errno.ENOSPC, errno.EDQUOT)
 LOCAL_PROTOCOLS = ("file", "local")
 # Protocols that may be opened when only a config.json names the URL, not the command; add yours
 # here. A run directory from elsewhere may name any URL, and some protocols of fsspec execute code
@@ -62,14 +64,20 @@ class StoreError(OSError, RankError):
     """A request that failed, as did its retries."""
 
 
-def end_in_time(stop: Stop) -> None:
-    """End all requests of this process before the launcher kills it after a stop signal."""
+def end_in_time(stop: Stop | None) -> None:
+    """End all requests of this process before the launcher kills it after a stop signal.
+
+    None means that the run is over, and the process may send more requests.
+    """
     global stop_of_run
     stop_of_run = stop
 
 
 def time_left() -> float:
-    """Return the seconds until the launcher kills this run; infinity without a stop signal."""
+    """Return the seconds left for requests after a stop signal, negative after them.
+
+    Infinity without a signal.
+    """
     if stop_of_run is None:
         return math.inf
     return stop_of_run.received_at + GRACE - time.monotonic()
@@ -251,6 +259,9 @@ class RemotePath:
             except PERMANENT_ERRORS:
                 raise
             except Exception as error:
+                if isinstance(error, OSError) and error.errno in FULL:
+                    # This machine's disk is full, not the store.
+                    raise
                 failure = store_error(error, str(self))
                 # botocore has several errors for missing credentials; a retry does not help.
                 no_credentials = type(error).__name__.endswith("CredentialsError")
@@ -311,14 +322,20 @@ def check_address(url: str) -> str:
     if isinstance(url, str) and url.isprintable():
         match = URL.fullmatch(url)
     # fsspec interprets "::" as a chain of protocols.
-    if match is None or "::" in url:
-        raise UserError(f"{url!a} is not a URL of an object store: write it as s3://bucket/run")
-    protocol, rest = match.groups()
-    if "@" in rest.partition("/")[0] or "?" in rest:
+    is_url = match is not None and "::" not in url
+    protocol, rest = match.groups() if match else ("", str(url))
+    if "?" in rest or "@" in (rest.partition("/")[0] if is_url else rest):
+        if protocol in ("abfs", "abfss"):
+            raise UserError(
+                f"{protocol}://…: give the container as {protocol}://CONTAINER/run, and the "
+                "account in the environment (AZURE_STORAGE_ACCOUNT_NAME)"
+            )
         raise UserError(
-            f"{protocol}://…: a URL must not contain credentials, since it is logged and saved: "
-            "set them in the environment (such as AWS_PROFILE) or in ~/.config/fsspec"
+            f"{protocol or 'a URL'}://…: a URL must not contain credentials, since it is logged "
+            "and saved: set them in the environment (such as AWS_PROFILE) or in ~/.config/fsspec"
         )
+    if not is_url:
+        raise UserError(f"{url!a} is not a URL of an object store: write it as s3://bucket/run")
     # `rest` does not begin with a slash, which the path of a local file needs.
     root = "/" if protocol in LOCAL_PROTOCOLS else ""
     return f"{protocol}://{root}{rest}".rstrip("/")

@@ -10,6 +10,7 @@ import re
 import shutil
 import stat
 import tempfile
+import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,7 +19,7 @@ from ..distributed import Group
 from ..errors import UserError
 from ..files import goes_without_lock, read_json
 from . import MANIFEST, PUBLISHED, LocalFiles, step_name
-from .object_store import URL, RemotePath, remote, remote_of
+from .object_store import FULL, URL, RemotePath, remote, remote_of
 
 # A Path or a RemotePath; both have the methods that are used here.
 Place = Any
@@ -26,6 +27,8 @@ Place = Any
 DAMAGED = re.compile(r"(step_\d{8,}|manifest\.json)\.damaged-\d+")
 # The number of files that a rank downloads or uploads at once.
 TRANSFERS = 4
+# The prefix of temporary folders, and of the locked files beside them.
+TEMPORARY = "copy-of-a-checkpoint-"
 # The temporary folders of this process, each with its open and locked file.
 temporary_folders: dict[Path, TextIO] = {}
 # The local copies of downloaded checkpoints.
@@ -44,16 +47,24 @@ def storage_path(where: Path | str | RemotePath) -> Place:
 def checkpoints_of(run: Place) -> Place:
     """Return the folder of a run's checkpoints: at the URL in its settings, or on disk.
 
-    If the run itself is given as a path in a store, that is the folder.
+    If the run itself is given as a path in a store, that is the folder. A run that saves to disk
+    first has its newest checkpoints there.
     """
     if isinstance(run, RemotePath):
         return run
-    url = None
-    with contextlib.suppress(UserError, KeyError, TypeError):
-        url = read_json(run / "config.json")["checkpoint"]["url"]
-    if url:
-        return remote_of(run, url)
-    return run / "checkpoints"
+    settings = settings_of_storage(run)
+    url = settings.get("url")
+    on_disk = run / "checkpoints"
+    if not url or (settings.get("local_first") and published(on_disk)):
+        return on_disk
+    return remote_of(run, url)
+
+
+def settings_of_storage(run: Path) -> dict[str, Any]:
+    """Return the checkpoint settings in a run's config.json; {} if there are none."""
+    with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
+        return dict(read_json(run / "config.json")["checkpoint"])
+    return {}
 
 
 def names_in(folder: Place) -> list[str]:
@@ -138,10 +149,11 @@ def download(
 ) -> Path:
     """Download a checkpoint, a folder or one object into `folder`; return its path there.
 
-    Every rank of a machine downloads some of the files.
+    Every rank of a machine downloads some of the files; its first rank downloads a single object.
     """
     if not manifest and path.is_file():
-        download_file(path, folder / path.name)
+        if local_rank == 0:
+            download_file(path, folder / path.name)
         return folder / path.name
     source = path
     if manifest.get("folder"):
@@ -162,6 +174,9 @@ def download_file(source: RemotePath, target: Path) -> None:
         source.fetch(target)
     except OSError as error:
         target.unlink(missing_ok=True)
+        if error.errno in FULL:
+            text = "there is no room for a copy of the checkpoint in TMPDIR"
+            raise OSError(error.errno, text, str(target.parent)) from error
         # The verification that follows reports a missing file as damage.
         if error.errno not in (errno.ENOENT, errno.EBADMSG):
             raise
@@ -177,26 +192,35 @@ def release_copies() -> None:
 
 def make_temporary_folder() -> Path:
     """Make a folder in TMPDIR, after removing the folders of processes that were killed."""
-    for lock_file in Path(tempfile.gettempdir()).glob("checkpoint-*/.lock"):
-        if lock_file.parent in temporary_folders:
+    temporary = Path(tempfile.gettempdir())
+    for lock_file in temporary.glob(f"{TEMPORARY}*.lock"):
+        folder = lock_file.with_suffix("")
+        if folder in temporary_folders:
             continue
         # While its process is alive, locking raises an OSError.
         with contextlib.suppress(OSError), lock_file.open("r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(lock_file.parent, ignore_errors=True)
-    folder = Path(tempfile.mkdtemp(prefix="checkpoint-"))
-    lock = (folder / ".lock").open("w")
+            shutil.rmtree(folder, ignore_errors=True)
+            lock_file.unlink()
+    folder = temporary / f"{TEMPORARY}{uuid.uuid4().hex}"
+    # The lock is beside the folder, and taken before there is a folder that others could remove. It
+    # is not in the folder, since closing any file that is opened there again would release it.
+    lock = folder.with_suffix(".lock").open("x")
     # Register it for `release_copies`.
     temporary_folders[folder] = lock
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX)
     except OSError as error:
-        if not goes_without_lock(error, f"TMPDIR ({folder.parent})"):
+        if not goes_without_lock(error, f"TMPDIR ({temporary})"):
             raise
+    folder.mkdir(mode=0o700)
     return folder
 
 
 def remove_temporary_folder(folder: Path) -> None:
     """Remove a folder that `make_temporary_folder` made, and release its lock."""
     shutil.rmtree(folder, ignore_errors=True)
-    temporary_folders.pop(folder).close()
+    lock = temporary_folders.pop(folder)
+    with contextlib.suppress(OSError):
+        os.unlink(lock.name)
+    lock.close()

@@ -12,9 +12,9 @@ from ..errors import RankError, UserError
 from ..files import flatten
 from . import CheckpointError
 from .manifest import check_file, read_manifest
-from .object_store import RemotePath, check_address
+from .object_store import check_address, remote_of
 from .object_store import end_in_time as end_in_time
-from .paths import Place, checkpoints_of, published, step_folders, storage_path
+from .paths import Place, published, settings_of_storage, step_folders, storage_path
 from .publish import Found, Publisher, RetentionConfig, Write
 from .store_publisher import StorePublisher, explaining
 
@@ -43,6 +43,11 @@ class StorageConfig(RetentionConfig):
             raise UserError(
                 "--checkpoint.local-first needs --checkpoint.url, to upload to: give it"
             )
+
+    @property
+    def in_store(self) -> bool:
+        """Whether checkpoints are in an object store, which --fresh does not clear."""
+        return self.url is not None
 
     @property
     def far(self) -> bool:
@@ -77,6 +82,8 @@ class UploadingPublisher(Publisher):
     Training waits only for the disk. Rank 0 uploads one checkpoint at a time. A checkpoint that is
     published during an upload is skipped, unless it is still the newest when the run ends.
     """
+
+    start_over = "start over with another --name and --checkpoint.url"
 
     def __init__(self, directory: Path, store: StorePublisher) -> None:
         super().__init__(directory, store.retention, store.group)
@@ -241,19 +248,24 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
 def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> None:
     """Raise UserError if the run has checkpoints, but none in `newest`, where it would look."""
     on_this_disk = run_dir / "checkpoints"
-    before = checkpoints_of(run_dir)
+    url = settings_of_storage(run_dir).get("url")
+    if url and not config.url:
+        text = "this run is no longer uploaded to %s: give --checkpoint.url to continue uploading"
+        log.warning(text, url)
+    if published(newest):
+        return
+    before = on_this_disk
+    if url:
+        before = remote_of(run_dir, url)
     read_too = {newest}
     if config.local_first:
         read_too.add(on_this_disk)
     for elsewhere in {before, on_this_disk} - read_too:
-        if published(elsewhere) and not published(newest):
+        if published(elsewhere):
             raise UserError(
                 f"this run has its checkpoints in {elsewhere}, not in {newest}: keep using the "
                 "former (--checkpoint.url), copy them, or give a new --name"
             )
-    if isinstance(before, RemotePath) and not config.url:
-        text = "this run is no longer uploaded to %s: give --checkpoint.url to continue uploading"
-        log.warning(text, before)
 
 
 def on_disk(config: Any) -> Any:

@@ -28,6 +28,7 @@ def load_trained(
     from .errors import UserError
     from .files import read_json
     from .model import build_model
+    from .sampling import seed_start
 
     run_dir = Path(run_dir)
     if not (run_dir / "config.json").exists():
@@ -35,6 +36,8 @@ def load_trained(
         others = f"; there are {', '.join(there)}" if there else ""
         raise UserError(f"there is no run named {run_dir.name} in {run_dir.parent}/{others}")
     config = load(run_dir / "config.json")
+    seed = config.train.seed
+    seed_start(seed)
     try:
         spec = spec_from_json(read_json(run_dir / "spec.json"))
     # Runs of earlier releases have no spec.json, and it is {} if the spec is not plain data.
@@ -43,4 +46,6 @@ def load_trained(
     model = build_model(config, spec)
     loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)
     logging.getLogger(__name__).info("weights: %s", loaded)
+    # A caller may build the datasets: a random split is that of training.
+    seed_start(seed)
     return model.to(devices.pick_device(device)).eval(), spec, config

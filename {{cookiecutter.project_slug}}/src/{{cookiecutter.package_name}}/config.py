@@ -52,7 +52,7 @@ class TrainConfig:
     log_every: int = 10
     """Steps between log lines, which are also the lines of metrics.jsonl."""
     validate_every: int = 100
-    """Steps between validations (0: never)."""
+    """Steps between validations (0: only after the last step)."""
     validate_samples: int = VALIDATION_SAMPLES
     """Validation samples, the same ones each time (0: all)."""
     validate_batch_size: int = 0
@@ -64,11 +64,13 @@ class TrainConfig:
     deterministic: bool = False
     """Deterministic kernels: bit-exact resume on CUDA, slower steps."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Autocast dtype; weights and optimizer stay float32 (auto: bf16 on GPUs that support it)."""
+    """Dtype of forward and backward; weights and optimizer stay float32 (auto: bf16 on GPUs that
+    support it; fp32: matrix products in TF32 on GPUs that have it)."""
     activation_checkpointing: bool = False
     """Recompute each block in backward: less memory, about a third more compute."""
     loader_workers: int = 0
-    """DataLoader workers per rank (0: read in the loop, best for data in memory)."""
+    """DataLoader workers per rank, for training data (0: read in the loop, best for data in
+    memory)."""
     on_bad_step: Literal["skip", "stop"] = "skip"
     """On a non-finite loss or gradient: skip the step, or stop and name the samples (slower)."""
     max_bad_steps: int = 20

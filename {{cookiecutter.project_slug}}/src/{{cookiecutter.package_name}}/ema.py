@@ -32,9 +32,11 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not trained:
             continue
         for p in trained:
-            # The average begins with the weights after the first step.
+            # The average begins with the weights after the first step. In half precision, the small
+            # changes of an average would be rounded away.
             if EMA not in optimizer.state[p]:
-                optimizer.state[p][EMA] = p.detach().clone()
+                dtype = torch.promote_types(p.dtype, torch.float32)
+                optimizer.state[p][EMA] = p.detach().to(dtype, copy=True)
         weights = [parallel.local_part(p) for p in trained]
         averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]
         fraction = 1 - group["ema_decay"]
@@ -50,26 +52,41 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 @contextlib.contextmanager
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Swap the model's weights with their averages inside the `with` block.
+    """Replace the model's weights by their averages inside the `with` block.
 
     Weights without an average and buffers (batch statistics) stay as they are.
     """
-    _exchange(model, optimizer)
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    # Weights in half precision, by their index in `pairs`. Their averages keep all digits.
+    kept: dict[int, torch.Tensor] = {}
+    for p, state in optimizer.state.items():
+        if EMA in state:
+            pairs.append((parallel.local_part(p).detach(), parallel.local_part(state[EMA])))
+    free_gathered(model)
+    for i, (weight, average) in enumerate(pairs):
+        old_weight = weight.clone()
+        weight.copy_(average)
+        if average.dtype == weight.dtype:
+            # A swap needs no memory for a second copy of all weights.
+            average.copy_(old_weight)
+        else:
+            kept[i] = old_weight
     try:
         yield
     finally:
-        _exchange(model, optimizer)
+        free_gathered(model)
+        for i, (weight, average) in enumerate(pairs):
+            if i in kept:
+                weight.copy_(kept[i])
+            else:
+                averaged = weight.clone()
+                weight.copy_(average)
+                average.copy_(averaged)
 
 
-@torch.no_grad()
-def _exchange(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    # FSDP may still hold gathered weights from the last forward. state_dict() frees them; otherwise
-    # the next forward would use them instead of the swapped weights.
+def free_gathered(model: nn.Module) -> None:
+    """Free weights that FSDP has gathered for the last forward.
+
+    The next forward would use them instead of weights that have changed since.
+    """
     model.state_dict()
-    for p, state in optimizer.state.items():
-        if EMA in state:
-            weight = parallel.local_part(p)
-            average = parallel.local_part(state[EMA])
-            old_weight = weight.clone()
-            weight.copy_(average)
-            average.copy_(old_weight)

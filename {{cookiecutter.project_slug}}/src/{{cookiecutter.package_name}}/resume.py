@@ -80,7 +80,16 @@ def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
             "differ from those in --init-from. Leave the setting out, or start a new run: "
             "--name NEW"
         )
-    base = open_base(config.init_from, state.model, config.init_new, checkpointer.run_dir, group)
+    # A parameter that was trained and then frozen stays in checkpoints.
+    may_leave_out = checkpointer.was_left_out if checkpointer.restored else None
+    base = open_base(
+        config.init_from,
+        state.model,
+        config.init_new,
+        checkpointer.run_dir,
+        group,
+        may_leave_out,
+    )
     checkpointer.leave_out(base)
     left_out = sum(p.nbytes for name, p in state.model.named_parameters() if name in base.names)
     log.info(

@@ -330,6 +330,10 @@ def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = Non
 
 
 def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
+    if config.fresh and config.checkpoint.in_store:
+        raise UserError(
+            "--fresh does not clear an object store: give another --name and --checkpoint.url"
+        )
     group = Group(world)
     directory = RunDirectory(config.directory, group, config.fresh, config.checkpoint.far)
     with contextlib.ExitStack() as stack:
@@ -339,6 +343,7 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         # run writes to its directory only after `resume`, which may refuse the directory.
         stop = stack.enter_context(Stop(group))
         end_in_time(stop)
+        stack.callback(end_in_time, None)
         state = setup(config, world, weights_follow=True)
         config = state.config
         run_dir = stack.enter_context(directory)
@@ -434,8 +439,13 @@ def _loop(
     validation: dict[str, float] = {}
     record: dict[str, Any] | None = None
     if validation_owed:
+        # Workers are forked before this process opens the files of the data.
+        state.loader.start()
         validation = validate_in_run(state, stop, callbacks)
     journal.begin(validation)
+    # A callback of that validation may have ended the run, as it would have without the signal.
+    if validation and stop.agree_to_finish():
+        return Agreed(finish=True), validation, None
     # The last step is always validated. `validation` is only empty after it if a stop signal has
     # interrupted it; then the poll below returns that signal.
     while state.step < settings.steps or not validation:

@@ -69,12 +69,18 @@ class Base:
 
 
 def open_base(
-    path: Path | None, model: nn.Module, new: tuple[str, ...], run_dir: Path, group: Group
+    path: Path | None,
+    model: nn.Module,
+    new: tuple[str, ...],
+    run_dir: Path,
+    group: Group,
+    may_leave_out: set[str] | None = None,
 ) -> Base:
     """Find the frozen parameters of a model that are in the weights at `path`; collective.
 
-    `new` lists the parameters or modules that are not initialized from those weights. Raises
-    UserError, on every rank, if the files cannot be a base.
+    `new` lists the parameters or modules that are not initialized from those weights. Parameters
+    outside `may_leave_out` (None: no limit) are not taken. Raises UserError, on every rank, if the
+    files cannot be a base.
     """
     with group.together():
         if path is None:
@@ -96,6 +102,9 @@ def open_base(
                 ".safetensors"
             )
         names, tied = names_of_base(model, file, new)
+        if may_leave_out is not None:
+            names &= may_leave_out
+            tied = {name: there for name, there in tied.items() if name in names}
         if not names:
             raise UserError(
                 f"--checkpoint.frozen no: no frozen parameter is in {path}. Freeze some in "

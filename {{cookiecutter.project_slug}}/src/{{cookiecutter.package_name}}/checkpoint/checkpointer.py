@@ -88,6 +88,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.restored: dict[str, Any] = {}
         # The frozen weights that are not saved, if there are any.
         self.base: Base | None = None
+        # The frozen weights that the restored checkpoint has left out.
+        self.was_left_out: set[str] = set()
         # The callbacks whose state is saved, by name.
         self.remembered: dict[str, Any] = {}
 
@@ -200,8 +202,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.settle()
         finally:
             self.writer.close()
-        with self._blocking():
-            self.publisher.close()
+        # Not `_blocking`: a checkpoint that only this machine has is an error at the end of a run,
+        # even with --checkpoint.on-failure continue.
+        started = time.perf_counter()
+        self.publisher.close()
+        self.blocked_seconds += time.perf_counter() - started
 
     def finish(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save the last step unless it is 0, and close; CheckpointError if it was not saved.
@@ -286,6 +291,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         create_optimizer_state(self.optimizer)
         with self.group.together():
             source = open_tensors(path, manifest)
+        # Only a checkpoint with a base has these: the tensors that it takes from there.
+        for name in getattr(source, "stored", {}):
+            self.was_left_out.add(name.removeprefix("model."))
         tensors = self.tensors()
         # State that the optimizer has now and the checkpoint lacks, and state that only the
         # checkpoint has.

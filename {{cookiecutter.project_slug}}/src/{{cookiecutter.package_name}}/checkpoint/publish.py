@@ -106,6 +106,7 @@ class Publisher:
         """
         group = self.group
         reserved = ""
+        committed = False
         try:
             with group.together():
                 if group.is_first:
@@ -125,11 +126,13 @@ class Publisher:
             with group.together():
                 if group.is_first:
                     self.commit(reserved, manifest)
+                    committed = True
         except UserError:
             # Another run has taken over the directory, so remove nothing from it.
             raise
         except Exception as error:
-            if group.is_first and reserved:
+            # If it is published, another rank has failed after that: nothing is removed.
+            if group.is_first and reserved and not committed:
                 self.abandon(reserved)
             raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
         path = self.directory / step_name(step)

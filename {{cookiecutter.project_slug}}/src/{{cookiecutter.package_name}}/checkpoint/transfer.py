@@ -27,7 +27,15 @@ from ..files import fingerprint_files, read_json, replacing, sync_directory, wri
 from ..run.directory import RunDirectory
 from . import DCP_INDEX, MANIFEST, CheckpointError, step_name
 from .manifest import read_manifest, reading, verify
-from .paths import Place, checkpoints_of, published, release_copies, storage_path
+from .paths import (
+    Place,
+    checkpoints_of,
+    local_copy,
+    names_in,
+    published,
+    release_copies,
+    storage_path,
+)
 from .publish import Found, Publisher, RetentionConfig, best_by_validation
 from .reader import open_tensors
 from .tensors import (
@@ -135,6 +143,8 @@ def find_checkpoint(
     paths, have_manifests = group.broadcast((paths, have_manifests))
     if not have_manifests:
         log.warning("%s has no manifest: it is used without verification", where)
+        # From an object store all ranks of a machine share a copy, which is made here.
+        local_copy(paths[0], {}, group)
         return paths[0], {}
     for path in paths:
         manifest, problems = verify(path, group)
@@ -179,12 +189,12 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
     if step is not None:
         return [directory / step_name(step)], True
     newest_first = published(directory)[::-1]
-    if newest_first or not isinstance(where, Path) or (where / "status.json").exists():
+    if newest_first or (where / "status.json").exists():
         return newest_first, True
     if published(where):
         raise UserError(f"{where} holds the checkpoints of a run: give the run, {where.parent}")
     # Not a run, so it may be a folder of another library.
-    if any(where.glob(f"*{SAFETENSORS}")):
+    if any(name.endswith(SAFETENSORS) for name in names_in(where)):
         return [where], False
     return [], True
 

@@ -146,6 +146,10 @@ class BadSteps:
         else:
             log.info("step %d was not finite: searching its batch for bad samples", state.step)
             ids = state.loader.source.order.ids(state.step - 1).tolist()
+            if state.config.train.overfit:
+                # The loader has a subset, but the ids are those of the whole dataset.
+                subset = state.loader.source.dataset
+                ids = [subset.indices[index] for index in ids]
             with self.group.phase("search for bad samples"):
                 bad = [str(ids[index]) for index in self._search(state, 0, len(ids))]
             cause = "no single sample causes it, only the whole batch"

@@ -181,8 +181,6 @@ class RunDirectory:
     """
 
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
-        if fresh and apart:
-            raise UserError("--fresh does not clear an object store: give another --checkpoint.url")
         self.path = path
         self.group = group
         self.fresh = fresh
