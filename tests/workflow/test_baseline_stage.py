@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import random
 import time
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from tests.conftest import Project
 
@@ -47,6 +49,23 @@ def measure(project: Project, run_dir: Path, **changes: Any) -> tuple[dict[str, 
     content = json.loads((run_dir / "workflow/baseline.json").read_text())
     assert code == (content["status"] == "fail")
     return {check["name"]: check["status"] for check in content["checks"]}, content["figures"]
+
+
+def test_it_begins_with_the_weights_of_the_run(project: Project, tmp_path: Path) -> None:
+    """Zeros, with which each byte is as likely as any other."""
+    state = project.module("train").setup(project.config(model__width=192))
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in state.model.state_dict().items()}
+    torch.save(zeros, tmp_path / "zeros.pt")
+    state.loader.close()
+    _, figures = measure(project, tmp_path / "run", init_from=tmp_path / "zeros.pt")
+    assert figures["losses"][0] == pytest.approx(math.log(256), abs=1e-6)
+
+
+def test_a_round_of_workers_is_averaged(project: Project) -> None:
+    in_rounds = project.module("workflow.timing").in_rounds
+    seconds = np.array([1.0, 1.0, 4.0, 1.0, 1.0, 7.0, 9.0])
+    assert in_rounds(seconds, 3).tolist() == [2.0, 3.0]
+    assert in_rounds(seconds, 1) is seconds
 
 
 def test_a_sound_project_passes(project: Project, tmp_path: Path) -> None:

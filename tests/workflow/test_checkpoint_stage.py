@@ -349,7 +349,7 @@ def test_the_interval_is_advised(
     upload: float,
     advice: str | None,
 ) -> None:
-    changes = {"checkpoint.every": every, "train.steps": steps}
+    changes = {"checkpoint.every": every, "train.steps": steps, "train.validate_every": 0}
     config = on_one.project.module("config").override(on_one.config, changes)
     stage = on_one.stage.Stage("checkpoint", config)
     # The interval follows from what a save costs, not only from the time that it blocks training.
@@ -360,6 +360,50 @@ def test_the_interval_is_advised(
     interval.conclude(stage)
     assert stage.figures["interval_seconds"] == pytest.approx(max(58.8, upload), rel=1e-3)
     assert [advice in text for text in stage.advice] == ([True] if advice else [])
+
+
+@pytest.mark.parametrize(
+    ("steps", "validate_every", "rounded"),
+    [(590, 0, 590), (590, 100, 600), (600, 100, 600), (30, 100, 50), (51, 100, 100), (8, 7, 14)],
+)
+def test_validated_steps_are_among_those_saved(
+    interval: Any, steps: int, validate_every: int, rounded: int
+) -> None:
+    assert interval.with_validations(steps, validate_every) == rounded
+
+
+def test_an_interval_that_loses_the_best_step_is_not_recommended(
+    on_one: Stand, interval: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recommended: list[str] = []
+    monkeypatch.setattr(interval, "recommend", lambda stage, name, value: recommended.append(name))
+    for validate_every, wanted in ((100, []), (300, ["checkpoint.every"])):
+        changes = {"checkpoint.every": 100, "train.steps": 300}
+        changes["train.validate_every"] = validate_every
+        config = on_one.project.module("config").override(on_one.config, changes)
+        stage = on_one.stage.Stage("checkpoint", config)
+        for what, seconds in (("cost", 0.02), ("save", 1.0), ("step", 0.1)):
+            stage.figures[f"{what}_seconds"] = {"median": seconds}
+        stage.figures["restart_seconds"] = {"total": 12.0}
+        recommended.clear()
+        interval.advise_interval(stage)
+        assert "only at its end" in stage.advice[0]
+        assert recommended == wanted
+
+
+def test_settings_that_are_refused_are_no_finding(on_one: Stand) -> None:
+    """Frozen weights are left out of checkpoints, but the weights to begin with are not given."""
+    override = on_one.project.module("config").override
+    on_one.config = override(on_one.config, {"checkpoint.frozen": "no"})
+    error = on_one.project.module("errors").UserError
+    with pytest.raises(error, match=r"--checkpoint\.frozen no needs --init-from"):
+        on_one()
+
+
+def test_losses_of_nan_prove_nothing(on_one: Stand) -> None:
+    outcome = on_one.recovery.Outcome({1: None, 2: None}, {"a": "b"})
+    problems, _ = on_one.recovery.compare(outcome, outcome, True)
+    assert problems == ["no loss is finite, so that nothing was trained"]
 
 
 def test_a_save_costs_what_slower_steps_lose(

@@ -186,6 +186,10 @@ def test_losses_are_judged(project: Project) -> None:
         changed = copy.deepcopy(records)
         changed[2][key][1] = value
         assert judged(changed, "")[0] == status, (key, value)
+    nothing = copy.deepcopy(records)
+    for each in nothing.values():
+        each["losses"] = [None] * len(each["losses"])  # as JSON has a NaN
+    assert judged(nothing, "")[0] == "fail"
     records[1]["random"] = True
     status, measured, _ = judged(records, "")
     assert status == "not_measured" and "in evaluation, too" in measured

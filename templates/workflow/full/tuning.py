@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from ..adds_up import is_declared
 from ..distributed import leave
 from ..run.hardware import in_units, usable_cores
 from ..sampling import Loader, micro_batches
@@ -75,10 +76,10 @@ def first_line(error: Exception) -> str:
 def choose(
     stage: Stage, setting: str, given: int, seconds: dict[str, list[float]], refused: str = ""
 ) -> int | None:
-    """Recommend the smallest of the fastest values; return it, or None if `given` is as good.
+    """Recommend the smallest value within 3 % of the fastest, if it is faster than `given`.
 
-    `seconds` has the seconds per step for each value. All other values are recorded as rejected.
-    So is the best one if `refused` gives a reason not to recommend it.
+    Returns it, or None. `seconds` has the seconds per step for each value. All other values are
+    recorded as rejected, and so is the best one if `refused` gives a reason against it.
     """
     medians = {int(value): np.median(windows) for value, windows in seconds.items()}
     fastest = min(medians.values())
@@ -139,6 +140,8 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     refused = ""
     if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
         refused = "it changes the batch statistics"
+    if is_declared():
+        refused = "it changes the loss (ADDS_UP = False in model.py)"
     best = choose(stage, setting, given, seconds, refused)
     if best is None:
         best = given

@@ -1,7 +1,7 @@
 """Run the stages in order; each uses the settings that earlier stages recommend.
 
-Recommendations of a failed stage do not count, except those of `compile`. The others are passed to
-later stages as options on their command line. At the end, all recommended settings are timed
+Recommendations of a stage that passes, and of `compile` even if it fails, are passed to later
+stages as options on their command line. At the end, all recommended settings are timed
 together against the given ones, and written to `recommended.toml`.
 """
 
@@ -39,9 +39,6 @@ WITHOUT_EFFECT = {
     "workflow.force",
     "workflow.keep_going",
     "workflow.expect",
-    "init_from",
-    "init_strict",
-    "init_new",
     "track",
     "tracker",
     "fresh",
@@ -127,6 +124,9 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
     for name, status in results.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
     if stopped:
+        for name, status in results.items():
+            if status == "not_run":
+                discard_outdated(config, name)
         print(
             f"stopped at {stopped}: fix it and run this command again, or add --workflow.keep-going"
         )
@@ -178,6 +178,14 @@ def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
     return None
 
 
+def discard_outdated(config: StageConfig, name: str) -> None:
+    """Remove a stage's result of other code, which the report would show as that of this code."""
+    with contextlib.suppress(UserError):
+        content = read_stage(config.directory, name)
+        if content and content["code"] != origin(config)["code"]:
+            stage_file(config.directory, name).unlink(missing_ok=True)
+
+
 def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
     """Return the facts that affect a measurement: settings, code, torch and type of machine."""
     settings = {name: value for name, value in flatten(origin["settings"]) if has_effect(name)}
@@ -205,7 +213,8 @@ def read_stage(run_dir: Path, name: str) -> dict[str, Any] | None:
         return result_in(path, name)
     except UserError as error:
         again = command_for(name, run_dir)
-        raise UserError(f"{path} is damaged ({error}): measure again with `{again}`") from None
+        reason = str(error).removeprefix(f"{path} ")
+        raise UserError(f"{path} is damaged ({reason}): measure again with `{again}`") from None
 
 
 def result_in(path: Path, *stages: str) -> dict[str, Any]:

@@ -37,7 +37,7 @@ EVERY = 3
 # For timing: the number of steps without a save, and of saves.
 QUIET_STEPS = 16
 SAVES = 6
-# Steps that are trained beside a save, as a multiple of the steps that the first save took.
+# Steps that are trained beside a save, as a multiple of those that fit into the first save.
 SAVE_MARGIN = 1.5
 # The fingerprint of each tensor by name.
 Digests = dict[str, str]
@@ -61,8 +61,11 @@ def main(words: list[str]) -> int:
     else:
         kill_file = folder / "kill.json" if task == "kill" else None
         recorder = Recorder(kill_file)
-        run(config, [recorder], world)
-        result = recorder.result
+        try:
+            run(config, [recorder], world)
+            result = recorder.result
+        except UserError as error:
+            result = {"refused": str(error)}
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / f"{task}.json", result)
     return 0
@@ -183,8 +186,8 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
 def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> SaveTimes:
     """Save several times while training continues, and restore once; return the times of this rank.
 
-    Each save is followed by as many steps as the first one took, and compared with the steps just
-    before it.
+    The first save is followed by one step, and each later one by SAVE_MARGIN times the steps that
+    fit into the first one. All are compared with steps just before them.
     """
     publish_times = note_publish_times(checkpointer)
     blocked = np.zeros(SAVES)

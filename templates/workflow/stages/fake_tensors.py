@@ -118,6 +118,8 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
     # These read values.
     replace(loop, "check_loss", do_nothing)
     replace(loop, "check_counted", do_nothing)
+    # It refuses micro-batches that `fit` still has to count.
+    replace(loop, "check_whole_batch", do_nothing)
     # The loop's annotations for traces tell the meter the current phase.
     replace(loop, "annotated", meter.annotated)
     replace(parallel, "build", build_at_once)

@@ -12,7 +12,7 @@ import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch._subclasses import fake_tensor
@@ -80,7 +80,10 @@ class FitConfig(Config):
 
 def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
     """Return settings with which a CPU simulates the step of a GPU."""
-    changes = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
+    changes: dict[str, Any] = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
+    # HSDP with a copy for each machine: this process cannot count the machines.
+    if getattr(config.parallel, "replicate", 1) == 0:
+        changes["parallel.replicate"] = max(1, ranks // GPUS_PER_MACHINE)
     if config.train.precision == "auto":
         changes["train.precision"] = "bf16"
     return override(config, changes)

@@ -270,7 +270,17 @@ def remedies(
         if parallel.reshards_after_forward(config.parallel):
             tries.append("--parallel.no-reshard-after-forward")
         tries.append("a larger --train.global-batch-size, or fewer ranks")
+    # Do not advise what another stage has just tried.
+    for text in rejected_by_baseline(config):
+        option, _, _ = text.partition(":")
+        tries = [each for each in tries if f"{option})" not in each and f"{option}," not in each]
     return tries
+
+
+def rejected_by_baseline(config: Config) -> list[str]:
+    """Return the settings that `baseline` has measured as worse, as text with the reason."""
+    measured = read_stage(config.directory, "baseline")
+    return measured["figures"].get("rejected", []) if measured else []
 
 
 def compile_remedy(config: Config) -> list[str]:

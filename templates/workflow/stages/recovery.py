@@ -11,10 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ..checkpoint import PUBLISHED
 from ..config import override
 from ..device import pick_device
-from ..errors import RankError
+from ..errors import RankError, UserError
 from ..files import read_json, to_json, write_json
 from ..run.hardware import in_units
 from ..run.journal import read_records
@@ -96,7 +98,7 @@ class Drill:
         write_json(folder / "settings.json", to_json(override(config, short_run)))
 
     def run(self) -> None:
-        """Run all checks; if a process fails, the remaining checks fail."""
+        """Run all checks; if a process fails, its check and those after it fail with its error."""
         stage = self.stage
         processes = named(self.ranks, "process")
         try:
@@ -227,8 +229,12 @@ class Drill:
         self.stage.check(name, passed, measured=measured, wanted=WANTED[name], advice=advice)
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
-        """Run a task of drill.py and return its result."""
-        return run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
+        """Run a task of drill.py and return its result; UserError if the project refuses it."""
+        result = run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
+        if task in ("kill", "train") and "refused" in result:
+            # The settings are at fault, which is not a finding about checkpoints.
+            raise UserError(result["refused"])
+        return result
 
 
 def other_sizes(ranks: int, device: str) -> list[int]:
@@ -265,6 +271,8 @@ def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str
     relative = differences(losses_again, first.losses.values()).max()
     wrong_tensors = differing(again.digests, first.digests)
     problems: list[str] = []
+    if not np.isfinite(np.array([*first.losses.values()], dtype=float)).any():
+        problems.append("no loss is finite, so that nothing was trained")
     if relative > (0 if exact else NEAR):
         problems.append(f"losses differ by up to {relative:.0e}, relative")
     if exact and wrong_tensors:
@@ -352,10 +360,31 @@ def advise_interval(stage: Stage) -> None:
     # Two digits are enough: 490 rather than 487 steps.
     unit = 10 ** max(0, len(str(best_steps)) - 2)
     rounded = math.ceil(best_steps / unit) * unit
+    every_validation = config.train.validate_every
     if rounded >= steps_of_all:
         why = f"this run of {steps_of_all} steps then saves only at its end, and {why}"
+    else:
+        rounded = with_validations(rounded, every_validation)
     advise(stage, f"--checkpoint.every {rounded}: {why}")
-    recommend(stage, "checkpoint.every", rounded)
+    # Then it would not keep the step with the best validation.
+    loses_best = rounded >= steps_of_all and 0 < every_validation < steps_of_all
+    if not loses_best:
+        recommend(stage, "checkpoint.every", rounded)
+
+
+def with_validations(steps: int, validate_every: int) -> int:
+    """Round an interval between saves up, so that validated steps are among those saved.
+
+    Only these can be the best checkpoint. The result is a multiple or a divisor of
+    `validate_every`, unless that is 0.
+    """
+    if validate_every == 0:
+        return steps
+    if steps >= validate_every:
+        return math.ceil(steps / validate_every) * validate_every
+    while validate_every % steps:
+        steps += 1
+    return steps
 
 
 def say(text: str) -> None:

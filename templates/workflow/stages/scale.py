@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..adds_up import is_declared
 from ..config import Config, load, override
 from ..device import pick_device
 from ..distributed import Group, World, join, leave, parallel
@@ -28,7 +29,7 @@ from .fit import foretold
 from .interleaved import Interval, median_interval
 from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
-from .timing import differences, peak_memory, record_steps
+from .timing import differences, in_rounds, peak_memory, record_steps
 
 # Allowed relative differences.
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}
@@ -133,8 +134,15 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     wanted = text.format(**TOLERANCE)
     if one["random"]:
         reason = "not applicable: the model draws random numbers in evaluation, too"
+    if is_declared():
+        reason = "not applicable: model.py declares ADDS_UP = False"
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
+        return
+    if not np.isfinite(np.array(one["losses"], dtype=float)).any():
+        measured = "no loss is finite, not even in one process"
+        advice = "lower --optim.learning-rate, and look at the data"
+        stage.check("same_losses", False, measured=measured, wanted=wanted, advice=advice)
         return
     largest = dict.fromkeys(TOLERANCE, 0.0)
     for record in records.values():
@@ -246,6 +254,8 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     step_seconds = record_steps(state, 3).seconds[-1]
     # Rank 0 decides, since all ranks must take the same number of steps.
     steps = int(np.clip(SECONDS / group.broadcast(step_seconds), 10, TIMED))
+    # At least two rounds of the loader workers.
+    steps = max(steps, 2 * config.train.loader_workers)
     strong = time_steps(state, steps)
     weak = strong
     # Read the peak before the larger batch and float32, which need more memory.
@@ -265,7 +275,8 @@ def examine(config: Config, world: World) -> dict[str, Any]:
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
     """Time steps of a state that is warmed up."""
-    interval = median_interval(record_steps(state, steps).seconds)
+    seconds = record_steps(state, steps).seconds
+    interval = median_interval(in_rounds(seconds, state.config.train.loader_workers))
     state.loader.close()
     rate = state.config.train.global_batch_size / interval.value
     return {"interval": interval, "samples_per_second": rate}

@@ -16,13 +16,22 @@ from ..adds_up import (
     read_batches,
     whole_and_parts,
 )
+from ..checkpoint.transfer import load_weights
 from ..config import Config, override
-from ..distributed import join, leave
+from ..distributed import Group, World, join, leave
 from ..run.hardware import in_units
 from ..run.model_state import evaluation_mode
 from ..train import State, setup
 from .stage import Stage
-from .timing import Steps, describe, differences, peak_memory, record_steps, spread
+from .timing import (
+    Steps,
+    describe,
+    differences,
+    in_rounds,
+    peak_memory,
+    record_steps,
+    spread,
+)
 
 # Warm-up steps and measured steps of each of the two runs.
 WARMUP = 5
@@ -61,10 +70,10 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     config = override(stage.config, {"compile.mode": "none"})
     world = join(config.parallel, config.device)
     print("     the first steps of the run, twice ...", flush=True)
-    first = take_first_steps(setup(config, world), WARMUP + MEASURED)
+    first = take_first_steps(set_up(config, world), WARMUP + MEASURED)
     # Recomputed blocks are reference cycles, so only the garbage collector frees the first model.
     gc.collect()
-    state = setup(config, world)
+    state = set_up(config, world)
     second = take_first_steps(state, len(first.steps.losses))
     judge_sums(stage, state)
     on_cpu = world.device.type == "cpu"
@@ -74,6 +83,15 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     stage.figures["losses"] = second.steps.losses.tolist()
     measure_throughput(stage, state, steps)
     return state, steps
+
+
+def set_up(config: Config, world: World) -> State:
+    """Set up training, with the weights that the run would begin with."""
+    state = setup(config, world)
+    if config.init_from:
+        strict, new = config.init_strict, config.init_new
+        load_weights(config.init_from, state.model, None, Group(world), strict, new=new)
+    return state
 
 
 @dataclass(frozen=True)
@@ -127,7 +145,7 @@ def judge_progress(stage: Stage, first: FirstSteps) -> None:
 
 def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     """Measure throughput, peak memory and MFU, and print them."""
-    seconds = spread(steps.seconds)
+    seconds = spread(in_rounds(steps.seconds, state.config.train.loader_workers))
     samples = state.config.train.global_batch_size / seconds["median"]
     measured = f"{samples:,.1f} samples/s"
     # Only the spec of a language model has tokens.

@@ -15,7 +15,7 @@ from ..config import Config
 from ..device import pick_device
 from ..files import open_to_write, to_json, write_json
 from ..run.directory import lock_file, write_owner
-from ..run.hardware import where_measured
+from ..run.hardware import usable_cores, where_measured
 from . import WorkflowConfig
 
 # Each status and its printed form, the worst first.
@@ -37,6 +37,8 @@ class Stage:
         self.name = name
         self.config = config
         self.started = time.perf_counter()
+        # Now, since `setup` may restrict this process to the cores next to its GPU.
+        self.cores = usable_cores()
         self.figures: dict[str, Any] = {}
         self.checks: list[dict[str, str]] = []
         self.advice: list[str] = []
@@ -82,13 +84,15 @@ class Stage:
         """Write workflow/<stage>.json; return 1 if a check failed, else 0."""
         # JSON has no NaN or infinity; they become null.
         figures = json.loads(json.dumps(self.figures), parse_constant=null_of)
+        facts = origin(self.config)
+        facts["machine"]["cores"] = self.cores
         content = {
             "stage": self.name,
             "status": self.status,
             "checks": self.checks,
             "advice": self.advice,
             "figures": figures,
-            **origin(self.config),
+            **facts,
             "seconds": round(time.perf_counter() - self.started, 2),
             "measured_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }

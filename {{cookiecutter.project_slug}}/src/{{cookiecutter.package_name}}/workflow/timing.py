@@ -70,6 +70,18 @@ def record_steps(state: State, steps: int) -> Steps:
     return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
 
+def in_rounds(seconds: np.ndarray, workers: int) -> np.ndarray:
+    """Return the mean step of each round of the loader workers; all steps if there are few workers.
+
+    Several workers deliver their batches in a burst, and then let one step wait for all of them. A
+    median over single steps would hide that wait.
+    """
+    if workers < 2:
+        return seconds
+    rounds = len(seconds) // workers
+    return seconds[: rounds * workers].reshape(rounds, workers).mean(axis=1)
+
+
 def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
     """Return the median, the 10th and 90th percentiles and the number of values."""
     p10, median, p90 = np.percentile(values, [10, 50, 90]).tolist()
