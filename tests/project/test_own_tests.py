@@ -49,8 +49,8 @@ FAULTS = {
     "averages_that_stay": (
         "language_model",
         "ema.py",
-        "        _exchange(model, optimizer)\n\n\n",
-        "        pass\n\n\n",
+        "                averaged = weight.clone()\n                weight.copy_(average)\n",
+        "                averaged = weight.clone()\n",
     ),
     "gradients_that_stay": (
         "image_classifier",

@@ -65,7 +65,7 @@ def test_a_round_of_workers_is_averaged(project: Project) -> None:
     in_rounds = project.module("workflow.timing").in_rounds
     seconds = np.array([1.0, 1.0, 4.0, 1.0, 1.0, 7.0, 9.0])
     assert in_rounds(seconds, 3).tolist() == [2.0, 3.0]
-    assert in_rounds(seconds, 1) is seconds
+    assert in_rounds(seconds, 1) is in_rounds(seconds, 4) is seconds
 
 
 def test_a_sound_project_passes(project: Project, tmp_path: Path) -> None:

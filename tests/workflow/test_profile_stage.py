@@ -161,6 +161,14 @@ def test_a_damaged_result_of_compile_is_refused_before_anything_is_measured(
     assert not (tmp_path / "traces").exists()
 
 
+def test_waits_outside_the_trace_count(project: Project) -> None:
+    """The batches of eight workers arrive at once, and eight steps later all of them are late."""
+    with_waits = project.module("workflow.profile").with_waits
+    traced = {"data": 0.2, "host": 0.2, "kernels": 0.6}
+    assert with_waits(traced, 0.1) is traced
+    assert with_waits(traced, 0.6) == pytest.approx({"data": 0.6, "host": 0.1, "kernels": 0.3})
+
+
 def test_what_is_no_trace_is_refused(project: Project, traces: Any, tmp_path: Path) -> None:
     """By an error that all ranks agree on; it fails the check."""
     whole = gzip.compress(json.dumps({"traceEvents": []}).encode())

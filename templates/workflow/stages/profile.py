@@ -16,7 +16,7 @@ from ..profiler import Profiler
 from ..train import State, setup, train_step
 from .chain import advise, read_stage
 from .stage import Stage
-from .timing import record_steps, spread
+from .timing import in_rounds, record_steps, spread
 from .trace import COMMUNICATION, PARTS, Breakdown, breakdown, read_trace
 
 UNTRACED_STEPS = 20
@@ -58,7 +58,13 @@ def measure(config: Config) -> int:
         ranks = group.gather(this_rank)
     except RankError as error:
         problem = f"the trace is incomplete: {error}"
-    untraced = spread(record_steps(state, UNTRACED_STEPS).seconds)
+    workers = config.train.loader_workers
+    steps = record_steps(state, max(UNTRACED_STEPS, 2 * workers))
+    untraced = spread(in_rounds(steps.seconds, workers))
+    # Several workers deliver in bursts, so the few traced steps may contain none of the waits.
+    waiting = 0.0
+    if workers > 1:
+        waiting = float(steps.waits.sum() / steps.seconds.sum())
     state.loader.close()
     if stage is not None:
         stage.figures |= {"trace": str(trace), "step_seconds": untraced, "diagnosis": None}
@@ -70,7 +76,7 @@ def measure(config: Config) -> int:
             advice="check that the disk is not full",
         )
         if ranks:
-            judge_steps(stage, world.device, ranks, untraced["median"])
+            judge_steps(stage, world.device, ranks, untraced["median"], waiting)
     del state
     leave(world)
     if stage is None:
@@ -92,9 +98,17 @@ def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profile
 
 
 def judge_steps(
-    stage: Stage, device: torch.device, ranks: list[Breakdown], untraced: float
+    stage: Stage,
+    device: torch.device,
+    ranks: list[Breakdown],
+    untraced: float,
+    waiting: float = 0.0,
 ) -> None:
-    """Report where the time goes and what to try; an untraced step takes `untraced` seconds."""
+    """Report where the time goes and what to try.
+
+    An untraced step takes `untraced` seconds. Untraced steps wait for data for at least the
+    fraction `waiting`.
+    """
     # The slowest rank spends the least time in communication, where the others wait for it.
     communicating = [float(rank.seconds[:, COMMUNICATION].sum()) for rank in ranks]
     slowest = communicating.index(min(communicating))
@@ -122,6 +136,7 @@ def judge_steps(
     fractions = rank.fractions
     if rank.device:
         fractions = without_tracing(fractions, traced / untraced)
+    fractions = with_waits(fractions, waiting)
     stage.check("shares", True, measured=describe_fractions(fractions), wanted="measured")
     diagnosis, *others = diagnose(fractions, compilations)
     stage.figures |= {"shares": fractions, "diagnosis": diagnosis}
@@ -174,6 +189,15 @@ def without_tracing(fractions: dict[str, float], slowdown: float) -> dict[str, f
     added = min(added, fractions["host"])
     rest = fractions | {"host": fractions["host"] - added}
     return {part: fraction / (1 - added) for part, fraction in rest.items()}
+
+
+def with_waits(fractions: dict[str, float], waiting: float) -> dict[str, float]:
+    """Raise the fraction of waiting for data to `waiting`, if it is less; the others shrink."""
+    if waiting <= fractions["data"]:
+        return fractions
+    scale = (1 - waiting) / (1 - fractions["data"])
+    result = {part: scale * fraction for part, fraction in fractions.items()}
+    return result | {"data": waiting}
 
 
 def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:

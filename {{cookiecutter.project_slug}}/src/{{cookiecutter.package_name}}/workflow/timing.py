@@ -71,12 +71,13 @@ def record_steps(state: State, steps: int) -> Steps:
 
 
 def in_rounds(seconds: np.ndarray, workers: int) -> np.ndarray:
-    """Return the mean step of each round of the loader workers; all steps if there are few workers.
+    """Return the mean step of each round of the loader workers.
 
     Several workers deliver their batches in a burst, and then let one step wait for all of them. A
-    median over single steps would hide that wait.
+    median over single steps would hide that wait. With fewer than two workers or rounds, returns
+    all steps.
     """
-    if workers < 2:
+    if workers < 2 or len(seconds) < 2 * workers:
         return seconds
     rounds = len(seconds) // workers
     return seconds[: rounds * workers].reshape(rounds, workers).mean(axis=1)
