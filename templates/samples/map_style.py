@@ -42,7 +42,7 @@ AFTER_PATIENCE = 7.0
 # While waiting for workers, check for a stop signal at this interval (seconds).
 POLL = 5.0
 # Time limit of a batch in `read_apart` (seconds). The first may be slow, as in training.
-READ_APART = 1800.0
+READ_APART = 1500.0
 # The label of the wait for data in profiler traces.
 WAITING = "waiting for data"
 

@@ -18,7 +18,7 @@ EXCEPTIONS = {
     ("checkpoint/writer.py", "path.open('wb')"): RESERVED,
     ("checkpoint/transfer.py", "open(temporary, 'xb')"): "a name from `replacing`",
     ("checkpoint/paths.py", "lock_file.open('r+')"): "to lock it, and nothing is written",
-    ("checkpoint/paths.py", "folder.with_suffix('.lock').open('x')"): "a new file in TMPDIR",
+    ("checkpoint/paths.py", "folder.with_suffix('.new').open('x')"): "a new file in TMPDIR",
     ("distributed/agreement.py", "open(os.dup(1), 'wb')"): "a descriptor",
     ("distributed/agreement.py", "open(os.dup(2), 'w')"): "a descriptor",
     ("errors.py", "os.open(os.devnull, os.O_WRONLY)"): "no file of a run",

@@ -363,13 +363,22 @@ def test_the_interval_is_advised(
 
 
 @pytest.mark.parametrize(
-    ("steps", "validate_every", "rounded"),
-    [(590, 0, 590), (590, 100, 600), (600, 100, 600), (30, 100, 50), (51, 100, 100), (8, 7, 14)],
+    ("steps", "validate_every", "least", "rounded"),
+    [
+        (590, 100, 1, 600),
+        (600, 100, 1, 600),
+        (30, 100, 1, 25),
+        (30, 100, 28, 50),
+        (51, 100, 1, 50),
+        (8, 7, 1, 7),
+        (8, 7, 8, 14),
+        (10, 97, 1, 10),  # a prime number has no divisor near it
+    ],
 )
 def test_validated_steps_are_among_those_saved(
-    interval: Any, steps: int, validate_every: int, rounded: int
+    interval: Any, steps: int, validate_every: int, least: int, rounded: int
 ) -> None:
-    assert interval.with_validations(steps, validate_every) == rounded
+    assert interval.with_validations(steps, validate_every, least) == rounded
 
 
 def test_an_interval_that_loses_the_best_step_is_not_recommended(

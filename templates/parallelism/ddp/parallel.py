@@ -159,7 +159,7 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext()
     if not last:
         return module.no_sync()
-    if len(state.plan) > 1:
+    if len(state.plan) > 1 and not module.find_unused_parameters:
         # Then a gradient may be there already, from an earlier micro-batch.
         module.module.watch_next_backward()
     return contextlib.nullcontext()
@@ -176,11 +176,15 @@ def require_gradients(state: "State") -> None:
         return
     reached = module.module.reached
     for name, parameter in module.module.trained:
-        if parameter.grad is None or (reached is not None and parameter not in reached):
-            raise UserError(
-                f"the loss does not depend on {name}: remove or freeze "
-                "such parameters, or add --parallel.find-unused-parameters"
-            )
+        which = ""
+        if parameter.grad is not None:
+            if reached is None or parameter in reached:
+                continue
+            which = "of the last micro-batch "
+        raise UserError(
+            f"the loss {which}does not depend on {name}: remove or freeze "
+            "such parameters, or add --parallel.find-unused-parameters"
+        )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

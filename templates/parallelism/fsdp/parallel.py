@@ -182,12 +182,6 @@ def wrap(
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for name, parameter in unit.named_parameters():
             keep_attributes(attributes[name], parameter)
-    # A rank may not use a parameter that another one uses, such as an expert. FSDP would leave it
-    # out on this rank only, and then sum gradients of different parameters. Older releases of torch
-    # have no such setting.
-    sharded: Any = model
-    if hasattr(sharded, "set_reduce_scatter_unused_params"):
-        sharded.set_reduce_scatter_unused_params(True)
     # `check_replaced` looks for what still refers to the old tensors, as this dictionary does.
     buffers.clear()
     check_replaced(originals)
@@ -300,12 +294,30 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     The context that is returned does nothing.
     """
     if isinstance(state.module, FSDPModule):
-        state.module.set_requires_gradient_sync(last or state.config.parallel.reduce_each)
+        reduce_each = state.config.parallel.reduce_each
+        state.module.set_requires_gradient_sync(last or reduce_each)
+        if last:
+            in_bf16 = state.compute_dtype != torch.float32
+            adds_up_in_float32 = in_bf16 and len(state.plan) > 1 and not reduce_each
+            count_unused_as_zeros(state.module, not adds_up_in_float32)
     return contextlib.nullcontext()
 
 
+def count_unused_as_zeros(module: FSDPModule, zeros: bool) -> None:
+    """Let FSDP count a gradient that only some ranks have as zeros on the others.
+
+    A rank can leave a parameter unused that another one uses, such as an expert. Otherwise FSDP
+    leaves it out on this rank only, and sums gradients of different parameters. It cannot be done
+    when bf16 gradients of several micro-batches are added up in float32, since torch's zeros have
+    the dtype of the weights; nor before torch 2.13.
+    """
+    sharded: Any = module
+    if hasattr(sharded, "set_reduce_scatter_unused_params"):
+        sharded.set_reduce_scatter_unused_params(zeros)
+
+
 def require_gradients(state: "State") -> None:
-    """Do nothing: as `wrap` sets it up, FSDP counts a gradient that a rank lacks as zeros."""
+    """Do nothing: `count_unused_as_zeros` says when FSDP accepts a missing gradient."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -25,7 +25,9 @@ def check_batch_norm(model: nn.Module) -> None:
     """Raise UserError for a batch norm that FSDP cannot train on a GPU in half precision."""
     # FSDP casts its weights, but not its statistics, and the GPU's kernels need one dtype for both.
     for name, module in model.named_modules():
-        if isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
+        if not isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
+            continue
+        if module.weight is not None and module.running_mean is not None:
             raise UserError(
                 f"{name} is a {type(module).__name__}, which FSDP trains on a GPU only in float32: "
                 "add --train.precision fp32, use another norm (such as nn.GroupNorm), or create "

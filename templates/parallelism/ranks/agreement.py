@@ -32,7 +32,7 @@ from .world import PHASE_LIMIT, World
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 LOADED = "the checksum of the loaded tensors (if it differs, a disk or memory is faulty)"
-# Steps between the checks of `agree_on_buffers` for buffers that have begun to change.
+# Steps between the checks of `agree_on_buffers` for buffers that have begun to differ.
 LOOK_EVERY = 50
 # Its attribute `open` tells whether this thread is inside a `together` block.
 _block = threading.local()
@@ -419,14 +419,17 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number, on the tensor's device, that changes if a bit flips or values change places.
+    """Return a number, on the tensor's device, that changes if a bit flips.
 
-    It is not cryptographic.
+    After other changes, such as values that change places, it is very likely another one. It is not
+    cryptographic.
     """
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
     # As integers of 8 bytes, in rows of 128. The weights depend on the row and on the column, and
     # are odd in sum: a product of an odd number and a power of two is never 0 modulo 2 ** 64.
     rows = F.pad(content, (0, -len(content) % 1024)).view(torch.int64).view(-1, 128)
+    # Let the sign bits count in more places than the highest, where two would cancel.
+    rows = rows ^ (rows >> 29)
     of_rows = rows.sum(1)
     of_columns = rows.sum(0)
     row_weights = 2 * torch.arange(len(of_rows), device=tensor.device) + 1

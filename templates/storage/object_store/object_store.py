@@ -331,8 +331,8 @@ def check_address(url: str) -> str:
                 "account in the environment (AZURE_STORAGE_ACCOUNT_NAME)"
             )
         raise UserError(
-            f"{protocol or 'a URL'}://…: a URL must not contain credentials, since it is logged "
-            "and saved: set them in the environment (such as AWS_PROFILE) or in ~/.config/fsspec"
+            f"{protocol or '…'}://…: a URL must not contain credentials, since it is logged and "
+            "saved: set them in the environment (such as AWS_PROFILE) or in ~/.config/fsspec"
         )
     if not is_url:
         raise UserError(f"{url!a} is not a URL of an object store: write it as s3://bucket/run")

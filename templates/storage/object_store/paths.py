@@ -203,9 +203,9 @@ def make_temporary_folder() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             lock_file.unlink()
     folder = temporary / f"{TEMPORARY}{uuid.uuid4().hex}"
-    # The lock is beside the folder, and taken before there is a folder that others could remove. It
-    # is not in the folder, since closing any file that is opened there again would release it.
-    lock = folder.with_suffix(".lock").open("x")
+    # The locked file is beside the folder: reading all files of the folder would release its lock.
+    # It gets its name when it is locked, so that no other process removes it before.
+    lock = folder.with_suffix(".new").open("x")
     # Register it for `release_copies`.
     temporary_folders[folder] = lock
     try:
@@ -213,6 +213,7 @@ def make_temporary_folder() -> Path:
     except OSError as error:
         if not goes_without_lock(error, f"TMPDIR ({temporary})"):
             raise
+    os.rename(lock.name, folder.with_suffix(".lock"))
     folder.mkdir(mode=0o700)
     return folder
 
@@ -221,6 +222,5 @@ def remove_temporary_folder(folder: Path) -> None:
     """Remove a folder that `make_temporary_folder` made, and release its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     lock = temporary_folders.pop(folder)
-    with contextlib.suppress(OSError):
-        os.unlink(lock.name)
+    folder.with_suffix(".lock").unlink(missing_ok=True)
     lock.close()

@@ -66,6 +66,11 @@ def main(words: list[str]) -> int:
             result = recorder.result
         except UserError as error:
             result = {"refused": str(error)}
+            if world.size > 1:
+                # It may be an error of this rank only, so torchrun has to end the others.
+                if world.rank == 0:
+                    write_json(folder / f"{task}.json", result)
+                raise
     if os.environ.get("RANK", "0") == "0":
         write_json(folder / f"{task}.json", result)
     return 0

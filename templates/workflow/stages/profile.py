@@ -41,8 +41,9 @@ def measure(config: Config) -> int:
     with group.together():
         if group.is_first:
             stage = Stage("profile", config)
-            # The advice needs this result. If its file is damaged, say so before measuring.
+            # The advice needs these results. If a file is damaged, say so before measuring.
             read_stage(config.directory, "compile")
+            read_stage(config.directory, "baseline")
     state = setup(config, world)
     if group.is_first:
         print("     tracing some steps, then timing steps without a trace ...", flush=True)
@@ -58,7 +59,8 @@ def measure(config: Config) -> int:
         ranks = group.gather(this_rank)
     except RankError as error:
         problem = f"the trace is incomplete: {error}"
-    workers = config.train.loader_workers
+    # Machines may have different numbers of workers, but all ranks take the same steps.
+    workers = max(group.broadcast(group.gather(config.train.loader_workers)))
     steps = record_steps(state, max(UNTRACED_STEPS, 2 * workers))
     untraced = spread(in_rounds(steps.seconds, workers))
     # Several workers deliver in bursts, so the few traced steps may contain none of the waits.
@@ -272,7 +274,7 @@ def remedies(
         tries.append("--compile.dynamic True, or data of a fixed length")
     if diagnosis == "input-bound":
         workers = max(2, 2 * train.loader_workers)
-        tries.append(f"--train.loader-workers {workers}, or a cheaper __getitems__")
+        tries += [f"--train.loader-workers {workers}", "a cheaper __getitems__"]
     if diagnosis == "copies":
         tries.append("smaller types in the dataset (uint8, converted on the device)")
         tries.append("a step without .item(), .cpu() and print, which copy and wait")
@@ -297,12 +299,12 @@ def remedies(
     # Do not advise what another stage has just tried.
     for text in rejected_by_baseline(config):
         option, _, _ = text.partition(":")
-        tries = [each for each in tries if f"{option})" not in each and f"{option}," not in each]
+        tries = [each for each in tries if each != option and f"({option})" not in each]
     return tries
 
 
 def rejected_by_baseline(config: Config) -> list[str]:
-    """Return the settings that `baseline` has measured as worse, as text with the reason."""
+    """Return the settings that `baseline` has tried and does not recommend, with the reasons."""
     measured = read_stage(config.directory, "baseline")
     return measured["figures"].get("rejected", []) if measured else []
 

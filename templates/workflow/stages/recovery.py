@@ -230,7 +230,13 @@ class Drill:
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
         """Run a task of drill.py and return its result; UserError if the project refuses it."""
-        result = run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
+        file = self.folder / f"{task}.json"
+        try:
+            result = run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
+        except RankError:
+            result = read_json(file) if file.exists() else {}
+            if "refused" not in result:
+                raise
         if task in ("kill", "train") and "refused" in result:
             # The settings are at fault, which is not a finding about checkpoints.
             raise UserError(result["refused"])
@@ -361,30 +367,37 @@ def advise_interval(stage: Stage) -> None:
     unit = 10 ** max(0, len(str(best_steps)) - 2)
     rounded = math.ceil(best_steps / unit) * unit
     every_validation = config.train.validate_every
+    validates = 0 < every_validation < steps_of_all
+    if validates:
+        rounded = with_validations(rounded, every_validation, least=math.ceil(published / step))
+    if rounded == config.checkpoint.every:
+        return
     if rounded >= steps_of_all:
         why = f"this run of {steps_of_all} steps then saves only at its end, and {why}"
-    else:
-        rounded = with_validations(rounded, every_validation)
     advise(stage, f"--checkpoint.every {rounded}: {why}")
-    # Then it would not keep the step with the best validation.
-    loses_best = rounded >= steps_of_all and 0 < every_validation < steps_of_all
-    if not loses_best:
+    # A run that saves only at its end would not keep the step with the best validation.
+    if rounded < steps_of_all or not validates:
         recommend(stage, "checkpoint.every", rounded)
 
 
-def with_validations(steps: int, validate_every: int) -> int:
-    """Round an interval between saves up, so that validated steps are among those saved.
+def with_validations(steps: int, validate_every: int, least: int = 1) -> int:
+    """Round an interval between saves, so that validated steps are among those saved.
 
-    Only these can be the best checkpoint. The result is a multiple or a divisor of
-    `validate_every`, unless that is 0.
+    Only these can be the best checkpoint. The result is the nearest multiple or divisor of
+    `validate_every` that is at least `least`, or `steps` if none is within a factor of two.
     """
-    if validate_every == 0:
-        return steps
-    if steps >= validate_every:
-        return math.ceil(steps / validate_every) * validate_every
-    while validate_every % steps:
-        steps += 1
-    return steps
+    fitting = [each for each in range(1, validate_every) if validate_every % each == 0]
+    below = steps // validate_every * validate_every
+    fitting += [below, below + validate_every]
+    best = steps
+    smallest_ratio = 2.0
+    for each in fitting:
+        if each >= max(1, least):
+            ratio = max(each / steps, steps / each)
+            if ratio <= smallest_ratio:
+                best = each
+                smallest_ratio = ratio
+    return best
 
 
 def say(text: str) -> None:

@@ -351,6 +351,8 @@ def trained(package: str, kind: type[Plain], world: Any) -> dict[str, torch.Tens
     module = parallel.wrap(model, blocks, config, world, torch.float32)
     frozen = {name for name, p in model.named_parameters() if hasattr(p, "frozen_after")}
     assert frozen == ({"first.weight", "layers.0.bias"} if kind is Attribute else set()), frozen
+    if hasattr(parallel, "count_unused_as_zeros"):  # as `accumulate` does
+        parallel.count_unused_as_zeros(module, True)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(STEPS):
         given = torch.randn(6, 8, generator=torch.Generator().manual_seed(step))

@@ -16,8 +16,9 @@ def load_trained(
 
     `step` is a number or "best" (by validation); the default is the newest good checkpoint.
     `weights` is "last" or "ema". `base` is the new path of frozen weights that the checkpoint left
-    out (--checkpoint.frozen no), if they have moved. The model is loaded in this one process.
-    Raises UserError when there is no such run or step.
+    out (--checkpoint.frozen no), if they have moved. The model is loaded in this one process, whose
+    random generators are seeded as at the start of a run. Raises UserError when there is no such
+    run or step.
     """
     # Imported here, so that importing the package does not import torch.
     from . import device as devices

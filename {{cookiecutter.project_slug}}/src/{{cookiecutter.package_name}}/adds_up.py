@@ -287,17 +287,23 @@ def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None
     # Data or a loss that fails here may still work in training. If not, the first step raises.
     world = state.world
     problem: Exception | None = None
-    batches: list[Any] = []
-    try:
-        batches = [*read_batches(state, whole_and_parts(samples), draws)]
-    except Exception as error:
-        problem = error
-    # With FSDP a forward is collective, so first all ranks must have the data.
-    if _any_failed(problem, world):
-        return None
     evaluation = None
+    slices = whole_and_parts(samples)
+    batches: list[Any] = []
+    if parallel.SHARDED:
+        # A forward is collective, so first all ranks must have the data.
+        try:
+            batches = [*read_batches(state, slices, draws)]
+        except Exception as error:
+            problem = error
+        if _any_failed(problem, world):
+            return None
     try:
-        evaluation = evaluate(state, batches, draws)
+        if parallel.SHARDED:
+            evaluation = evaluate(state, batches, draws)
+        else:
+            with contextlib.closing(read_batches(state, slices, draws)) as reading:
+                evaluation = evaluate(state, reading, draws)
     except Exception as error:
         problem = error
     if _any_failed(problem, world) or evaluation is None:

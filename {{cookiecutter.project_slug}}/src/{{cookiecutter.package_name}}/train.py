@@ -439,12 +439,14 @@ def _loop(
     validation: dict[str, float] = {}
     record: dict[str, Any] | None = None
     if validation_owed:
-        # Workers are forked before this process opens the files of the data.
-        state.loader.start()
+        if state.step < settings.steps:
+            # Workers are forked before this process opens the files of the data.
+            state.loader.start()
         validation = validate_in_run(state, stop, callbacks)
     journal.begin(validation)
     # A callback of that validation may have ended the run, as it would have without the signal.
     if validation and stop.agree_to_finish():
+        log.info("%s: stopping at step %d", stop.reason, state.step)
         return Agreed(finish=True), validation, None
     # The last step is always validated. `validation` is only empty after it if a stop signal has
     # interrupted it; then the poll below returns that signal.

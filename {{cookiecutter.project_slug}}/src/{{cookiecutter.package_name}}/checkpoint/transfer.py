@@ -205,12 +205,14 @@ def best_checkpoint(directory: Place) -> Place:
     for path in published(directory):
         with contextlib.suppress(CheckpointError, OSError):
             scores[path] = read_manifest(path)["score"]
-    if not scores:
+    if not published(directory):
         raise UserError(f"there is no checkpoint in {directory}: train first")
     best = best_by_validation(scores)
     if best is None:
         # A score has a rule, such as "min validation_loss". That of the newest checkpoint decides.
-        newest_rule, _ = list(scores.values())[-1]
+        newest_rule = "min validation_loss"
+        if scores:
+            newest_rule, _ = list(scores.values())[-1]
         _, _, metric = newest_rule.partition(" ")
         raise UserError(
             f"no checkpoint in {directory} is the best, since no validation had a number for "
@@ -423,7 +425,15 @@ def read_state(
         form = source.forms[stored_name]
         tensors[stored_name] = torch.empty(form.shape, dtype=form.dtype)
     source.read(tensors, Group())
-    return {name: tensors[stored_name] for name, stored_name in names.items()}
+    result: Tensors = {}
+    for name, stored_name in names.items():
+        tensor = tensors[stored_name]
+        entry = parameters.get(name.removeprefix(MODEL))
+        if name.startswith(MODEL) and entry:
+            # The average of a weight in half precision is in float32.
+            tensor = tensor.to(getattr(torch, entry[-1]))
+        result[name] = tensor
+    return result
 
 
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
