@@ -46,7 +46,7 @@ def names_in(folder: Path) -> list[str]:
 
 def published(directory: Path) -> list[Path]:
     """Return the published checkpoints, oldest first, including damaged ones."""
-    names = names_in(directory)
+    names = os.listdir(directory) if directory.is_dir() else []
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
 

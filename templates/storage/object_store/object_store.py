@@ -298,7 +298,12 @@ def remote(url: str) -> RemotePath:
 
 
 def remote_of(run: Path, url: str) -> RemotePath:
-    """Return the folder at the URL in a run's config.json; the URL is logged before it is opened.
+    """Return the folder at the URL in a run's config.json, if `address_of` accepts it."""
+    return remote(address_of(run, url))
+
+
+def address_of(run: Path, url: str) -> str:
+    """Return the URL in a run's config.json; it is logged, unless the command gave it, too.
 
     Raises UserError if its protocol is not in PROTOCOLS, unless the command gave the same URL.
     """
@@ -310,7 +315,7 @@ def remote_of(run: Path, url: str) -> RemotePath:
                 f"the command line, or add its protocol to PROTOCOLS in {__name__}"
             )
         log.info("the checkpoints of %s are in %s, according to its config.json", run, url)
-    return remote(url)
+    return url
 
 
 def check_address(url: str) -> str:

@@ -12,7 +12,7 @@ from ..errors import RankError, UserError
 from ..files import flatten
 from . import CheckpointError
 from .manifest import check_file, read_manifest
-from .object_store import check_address, remote_of
+from .object_store import address_of, check_address, remote
 from .object_store import end_in_time as end_in_time
 from .paths import Place, published, settings_of_storage, step_folders, storage_path
 from .publish import Found, Publisher, RetentionConfig, Write
@@ -249,6 +249,8 @@ def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> Non
     """Raise UserError if the run has checkpoints, but none in `newest`, where it would look."""
     on_this_disk = run_dir / "checkpoints"
     url = settings_of_storage(run_dir).get("url")
+    if url:
+        url = address_of(run_dir, url)
     if url and not config.url:
         text = "this run is no longer uploaded to %s: give --checkpoint.url to continue uploading"
         log.warning(text, url)
@@ -256,7 +258,7 @@ def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> Non
         return
     before = on_this_disk
     if url:
-        before = remote_of(run_dir, url)
+        before = remote(url)
     read_too = {newest}
     if config.local_first:
         read_too.add(on_this_disk)
