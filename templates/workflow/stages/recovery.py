@@ -368,7 +368,7 @@ def advise_interval(stage: Stage) -> None:
     rounded = math.ceil(best_steps / unit) * unit
     every_validation = config.train.validate_every
     validates = 0 < every_validation < steps_of_all
-    if validates:
+    if validates and rounded < steps_of_all:
         rounded = with_validations(rounded, every_validation, least=math.ceil(published / step))
     if rounded == config.checkpoint.every:
         return
