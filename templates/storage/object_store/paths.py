@@ -222,5 +222,6 @@ def remove_temporary_folder(folder: Path) -> None:
     """Remove a folder that `make_temporary_folder` made, and release its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     lock = temporary_folders.pop(folder)
-    folder.with_suffix(".lock").unlink(missing_ok=True)
+    for suffix in (".lock", ".new"):
+        folder.with_suffix(suffix).unlink(missing_ok=True)
     lock.close()
