@@ -1,6 +1,5 @@
 """Write sharded checkpoints with torch.distributed.checkpoint (DCP) while training waits."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from ..distributed import Group
 from .dcp import DcpSaver, divided
 from .dcp import write_tensors as write_tensors
 from .storage import StorageConfig
-from .tensors import Tensors, refuse_nan
+from .tensors import Job, Tensors, refuse_nan
 
 
 @dataclass(frozen=True)
@@ -42,13 +41,7 @@ class Writer:
     def prepare(self, tensors: Tensors) -> None:
         """Do nothing, since there are no buffers to allocate."""
 
-    def begin(
-        self,
-        tensors: Tensors,
-        job: Callable[[int, dict[str, Any]], None],
-        step: int,
-        facts: dict[str, Any],
-    ) -> None:
+    def begin(self, tensors: Tensors, job: Job, step: int, facts: dict[str, Any]) -> None:
         """Run `job(step, facts)`, which calls `complete` and `write`, while training waits."""
         self.staged = divided(tensors, self.group)
         try:

@@ -10,7 +10,6 @@ all ranks with the flags of `Stop.poll`; then all of them call `settle`, which r
 import logging
 import math
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +23,7 @@ from .dcp import DcpSaver, divided
 from .dcp import write_tensors as write_tensors
 from .staging import HostBuffers
 from .storage import StorageConfig
-from .tensors import Tensors, refuse_nan
+from .tensors import Job, Tensors, refuse_nan
 
 log = logging.getLogger(__name__)
 # Warn if training waits longer than this for a save (seconds).
@@ -96,13 +95,7 @@ class Writer:
         self.prepared = True
         self.buffers.allocate(divided(tensors, self.group))
 
-    def begin(
-        self,
-        tensors: Tensors,
-        job: Callable[[int, dict[str, Any]], None],
-        step: int,
-        facts: dict[str, Any],
-    ) -> None:
+    def begin(self, tensors: Tensors, job: Job, step: int, facts: dict[str, Any]) -> None:
         """Start copying the tensors, then run `job(step, facts)` in the thread.
 
         The job calls `complete` and `write`. `settle` must have returned before.

@@ -3,7 +3,6 @@
 It is easy to open elsewhere: `torch.load("state.pt")["model"]`.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from ..distributed import Group, parallel
 from ..files import naming
 from . import WHOLE_FILE
 from .storage import StorageConfig
-from .tensors import Tensors, nested, refuse_nan
+from .tensors import Job, Tensors, nested, refuse_nan
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,7 @@ class Writer:
     def prepare(self, tensors: Tensors) -> None:
         """Do nothing, since there are no buffers to allocate."""
 
-    def begin(
-        self,
-        tensors: Tensors,
-        job: Callable[[int, dict[str, Any]], None],
-        step: int,
-        facts: dict[str, Any],
-    ) -> None:
+    def begin(self, tensors: Tensors, job: Job, step: int, facts: dict[str, Any]) -> None:
         """Run `job(step, facts)`, which calls `complete` and `write`, while training waits."""
         self.staged = tensors
         try:

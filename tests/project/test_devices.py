@@ -102,7 +102,7 @@ def test_muon_rounds_its_products_only_where_all_are_rounded(
     """In bfloat16 the losses of two ranks would differ by more than the gate of scale allows."""
     optim, used = project.module("optim"), []
     before = torch.get_float32_matmul_precision()
-    project.module("device").set_up_torch(0, False, dtype)
+    project.module("device").set_up_torch(False, dtype)
     divide = optim.parallel.divide_work
     monkeypatch.setattr(
         optim.parallel, "divide_work", lambda m, *rest: used.append(m[0].dtype) or divide(m, *rest)

@@ -70,19 +70,17 @@ class DdpModule(nn.Module):
         self.model = model
         # Listed once, since `require_gradients` needs them at each step.
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-        # The parameters that the last backward has reached; None if that is not watched.
-        self.reached: set[torch.Tensor] | None = None
+        # The parameters that the last watched backward has reached.
+        self.reached: set[torch.Tensor] = set()
+        self.is_watched = False
 
     def watch_next_backward(self) -> None:
         """Let `reached` hold the parameters that the next backward reaches."""
-        if self.reached is None:
+        if not self.is_watched:
+            self.is_watched = True
             for _, parameter in self.trained:
-                parameter.register_post_accumulate_grad_hook(self._note)
-        self.reached = set()
-
-    def _note(self, parameter: torch.Tensor) -> None:
-        if self.reached is not None:
-            self.reached.add(parameter)
+                parameter.register_post_accumulate_grad_hook(self.reached.add)
+        self.reached.clear()
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
         """Return `function(model, *given)`."""
@@ -174,17 +172,18 @@ def require_gradients(state: "State") -> None:
     module = state.module
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return
-    reached = module.module.reached
-    for name, parameter in module.module.trained:
-        which = ""
-        if parameter.grad is not None:
-            if reached is None or parameter in reached:
-                continue
-            which = "of the last micro-batch "
-        raise UserError(
-            f"the loss {which}does not depend on {name}: remove or freeze "
-            "such parameters, or add --parallel.find-unused-parameters"
-        )
+    inner = module.module
+    for name, parameter in inner.trained:
+        loss = ""
+        if parameter.grad is None:
+            loss = "the loss"
+        elif len(state.plan) > 1 and parameter not in inner.reached:
+            loss = "the loss of the last micro-batch"
+        if loss:
+            raise UserError(
+                f"{loss} does not depend on {name}: remove or freeze "
+                "such parameters, or add --parallel.find-unused-parameters"
+            )
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,9 +39,9 @@ def checkpoints_of(run: Path) -> Path:
     return directory
 
 
-def names_in(folder: Path) -> list[str]:
-    """Return the names in a folder; [] if it does not exist."""
-    return os.listdir(folder) if folder.is_dir() else []
+def has_files(folder: Path, suffix: str) -> bool:
+    """Tell whether there are files with a suffix directly in a folder."""
+    return any(folder.glob(f"*{suffix}"))
 
 
 def published(directory: Path) -> list[Path]:
@@ -53,7 +53,8 @@ def published(directory: Path) -> list[Path]:
 
 def damaged(directory: Path) -> list[str]:
     """Return the names of the damaged checkpoints that were set aside."""
-    return sorted(name for name in names_in(directory) if DAMAGED.fullmatch(name))
+    names = os.listdir(directory) if directory.is_dir() else []
+    return sorted(name for name in names if DAMAGED.fullmatch(name))
 
 
 def open_regular(path: Path) -> io.BufferedIOBase:

@@ -323,24 +323,24 @@ def check_address(url: str) -> str:
 
     The message does not show the credentials.
     """
+    text = str(url)
     match = None
-    if isinstance(url, str) and url.isprintable():
-        match = URL.fullmatch(url)
     # fsspec interprets "::" as a chain of protocols.
-    is_url = match is not None and "::" not in url
-    protocol, rest = match.groups() if match else ("", str(url))
-    if "?" in rest or "@" in (rest.partition("/")[0] if is_url else rest):
-        if protocol in ("abfs", "abfss"):
-            raise UserError(
-                f"{protocol}://…: give the container as {protocol}://CONTAINER/run, and the "
-                "account in the environment (AZURE_STORAGE_ACCOUNT_NAME)"
-            )
+    if text.isprintable() and "::" not in text:
+        match = URL.fullmatch(text)
+    # What is no URL may be a mistyped one, with credentials anywhere.
+    may_have_credentials = text
+    if match:
+        may_have_credentials, _, _ = match[2].partition("/")
+    if "@" in may_have_credentials or "?" in text:
         raise UserError(
-            f"{protocol or '…'}://…: a URL must not contain credentials, since it is logged and "
-            "saved: set them in the environment (such as AWS_PROFILE) or in ~/.config/fsspec"
+            "a URL must not contain credentials, since it is logged and saved: set them in the "
+            "environment (such as AWS_PROFILE) or in ~/.config/fsspec. An account of Azure "
+            "belongs there, too: abfs://container/run"
         )
-    if not is_url:
-        raise UserError(f"{url!a} is not a URL of an object store: write it as s3://bucket/run")
+    if match is None:
+        raise UserError(f"{text!a} is not a URL of an object store: write it as s3://bucket/run")
+    protocol, rest = match.groups()
     # `rest` does not begin with a slash, which the path of a local file needs.
     root = "/" if protocol in LOCAL_PROTOCOLS else ""
     return f"{protocol}://{root}{rest}".rstrip("/")

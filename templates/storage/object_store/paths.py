@@ -74,6 +74,11 @@ def names_in(folder: Place) -> list[str]:
     return os.listdir(folder) if folder.is_dir() else []
 
 
+def has_files(folder: Place, suffix: str) -> bool:
+    """Tell whether there are files with a suffix directly in a folder."""
+    return any(name.endswith(suffix) for name in names_in(folder))
+
+
 def step_folders(directory: Place) -> list[Place]:
     """Return the folders of checkpoints, oldest first, published or not."""
     names = [name for name in names_in(directory) if PUBLISHED.fullmatch(name)]

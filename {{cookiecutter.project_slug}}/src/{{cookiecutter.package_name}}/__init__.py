@@ -37,16 +37,15 @@ def load_trained(
         others = f"; there are {', '.join(there)}" if there else ""
         raise UserError(f"there is no run named {run_dir.name} in {run_dir.parent}/{others}")
     config = load(run_dir / "config.json")
-    seed = config.train.seed
-    seed_start(seed)
     try:
         spec = spec_from_json(read_json(run_dir / "spec.json"))
     # Runs of earlier releases have no spec.json, and it is {} if the spec is not plain data.
     except Exception:
+        seed_start(config.train.seed)
         _, _, spec = build_datasets(config)
     model = build_model(config, spec)
     loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)
     logging.getLogger(__name__).info("weights: %s", loaded)
     # A caller may build the datasets: a random split is that of training.
-    seed_start(seed)
+    seed_start(config.train.seed)
     return model.to(devices.pick_device(device)).eval(), spec, config

@@ -60,9 +60,8 @@ def pick_gpu(device: torch.device) -> torch.device:
     return torch.device("cuda", index)
 
 
-def set_up_torch(seed: int, deterministic: bool, compute_dtype: torch.dtype) -> None:
-    """Seed the initialisation of the model, and set kernel precision and determinism."""
-    torch.manual_seed(seed % 2**63)
+def set_up_torch(deterministic: bool, compute_dtype: torch.dtype) -> None:
+    """Set kernel precision and determinism."""
     # This is for matrix products that remain in float32. "high" allows TF32 on GPUs that have it;
     # "medium" allows bfloat16, which autocast uses for all others.
     precision = "high" if compute_dtype == torch.float32 else "medium"

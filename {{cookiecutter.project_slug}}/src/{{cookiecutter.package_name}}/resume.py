@@ -52,18 +52,23 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
     state.step = checkpointer.restore(config.reset_optimizer, config.init_from)
     is_new = state.step == 0
     if is_new and config.init_from:
-        from .checkpoint.transfer import load_weights
-
-        new = config.init_new
-        strict = config.init_strict
-        report = load_weights(config.init_from, state.model, None, group, strict, new=new)
-        log.info("weights: %s", report)
+        log.info("weights: %s", load_first_weights(state, group))
     if config.checkpoint.frozen == "no":
         leave_out_base(state, checkpointer)
     if not is_new or config.init_from:
         parallel.compare_loaded(checkpointer.tensors().values(), state.world)
     state.loader.resume(state.step, checkpointer.restored, group)
     return checkpointer
+
+
+def load_first_weights(state: "State", group: Group) -> str:
+    """Load the weights of --init-from, with which a run begins; return a summary; collective."""
+    from .checkpoint.transfer import load_weights
+
+    config = state.config
+    assert config.init_from, "the caller has looked"
+    strict, new = config.init_strict, config.init_new
+    return load_weights(config.init_from, state.model, None, group, strict, new=new)
 
 
 def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:

@@ -141,9 +141,9 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
         raise UserError(f"{problem}: raise it or start fewer processes")
     # Splits of the data and initial weights are random, and must be the same on all ranks: they
     # all use the same seed here.
-    sampling.seed_random(config.train.seed)
+    sampling.seed_start(config.train.seed)
     dtype = config.train.compute_dtype(world.device)
-    set_up_torch(config.train.seed, config.train.deterministic, dtype)
+    set_up_torch(config.train.deterministic, dtype)
     hardware.pin_to_numa_node(world.device)
     train, validation, spec = load_datasets(config)
     if config.train.epochs:

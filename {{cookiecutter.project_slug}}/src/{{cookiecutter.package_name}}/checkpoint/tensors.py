@@ -10,7 +10,7 @@ import inspect
 import math
 import re
 import zipfile
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,8 @@ from .manifest import reading
 
 # Flat names such as "model.norm.weight", and their tensors.
 Tensors = dict[str, torch.Tensor]
+# Publishes the staged tensors of a step; the facts go into its manifest.
+Job = Callable[[int, dict[str, Any]], None]
 SAFETENSORS = ".safetensors"
 # Prefixes of tensor names in a checkpoint, and the name of the note in a .pt file.
 MODEL = "model."

@@ -30,8 +30,8 @@ from .manifest import read_manifest, reading, verify
 from .paths import (
     Place,
     checkpoints_of,
+    has_files,
     local_copy,
-    names_in,
     published,
     release_copies,
     storage_path,
@@ -194,19 +194,20 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
     if published(where):
         raise UserError(f"{where} holds the checkpoints of a run: give the run, {where.parent}")
     # Not a run, so it may be a folder of another library.
-    if any(name.endswith(SAFETENSORS) for name in names_in(where)):
+    if has_files(where, SAFETENSORS):
         return [where], False
     return [], True
 
 
 def best_checkpoint(directory: Place) -> Place:
     """Return the checkpoint with the best validation score; UserError if none has a score."""
+    paths = published(directory)
+    if not paths:
+        raise UserError(f"there is no checkpoint in {directory}: train first")
     scores: dict[Place, Any] = {}
-    for path in published(directory):
+    for path in paths:
         with contextlib.suppress(CheckpointError, OSError):
             scores[path] = read_manifest(path)["score"]
-    if not published(directory):
-        raise UserError(f"there is no checkpoint in {directory}: train first")
     best = best_by_validation(scores)
     if best is None:
         # A score has a rule, such as "min validation_loss". That of the newest checkpoint decides.

@@ -16,9 +16,9 @@ from ..adds_up import (
     read_batches,
     whole_and_parts,
 )
-from ..checkpoint.transfer import load_weights
 from ..config import Config, override
 from ..distributed import Group, World, join, leave
+from ..resume import load_first_weights
 from ..run.hardware import in_units
 from ..run.model_state import evaluation_mode
 from ..train import State, setup
@@ -89,8 +89,7 @@ def set_up(config: Config, world: World) -> State:
     """Set up training, with the weights that the run would begin with."""
     state = setup(config, world)
     if config.init_from:
-        strict, new = config.init_strict, config.init_new
-        load_weights(config.init_from, state.model, None, Group(world), strict, new=new)
+        load_first_weights(state, Group(world))
     return state
 
 
