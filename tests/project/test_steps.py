@@ -352,6 +352,29 @@ def test_settings_are_held_to_their_bounds(image: Project, text: Project) -> Non
                 image.module("optim").OptimConfig(**{name: value})
 
 
+def test_bad_samples_of_a_few_batches_are_named_as_those_of_all(
+    text: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """--train.overfit trains on a subset, but the user looks into the whole dataset."""
+    training = text.module("train")
+    compute = training.compute_loss
+
+    def of_nan(model: Any, batch: Any) -> Any:
+        loss = compute(model, batch)
+        return loss._replace(total=loss.total * math.nan)
+
+    monkeypatch.setattr(training, "compute_loss", of_nan)
+    sizes = {"train__global_batch_size": 4, "train__micro_batch_size": 4, "train__overfit": 1}
+    config = text.config(run_dir=tmp_path, train__on_bad_step="stop", **sizes)
+    with pytest.raises(text.module("errors").UserError) as stopped:
+        training.run(config)
+    named = re.search(r"each of the samples ([\d, ]+) causes it", str(stopped.value))
+    samples = len(training.build_datasets(config)[0])
+    chosen = text.module("sampling").fixed_subset(samples, 4)
+    assert named and {int(each) for each in named[1].split(", ")} == {*chosen.tolist()}
+    assert max(chosen) > 4
+
+
 def test_the_optimizer_is_one_kernel(image: Project, text: Project) -> None:
     for project, settings in ((image, {"data__path": None}), (text, {"optim__name": "adamw"})):
         state = project.module("train").setup(project.config(**settings))

@@ -1,5 +1,6 @@
 """Checkpoints in an object store: a real S3 API, whose requests fail as real stores' do."""
 
+import errno
 import itertools
 import json
 import logging
@@ -558,6 +559,24 @@ def test_only_its_own_scratch_is_removed(
     assert folder.is_dir() and folder.parent == tmp_path
     paths.release_copies()
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_full_disk_is_not_the_store_s(
+    project: Project, store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saver, module = Saver(project, store), project.module("checkpoint.object_store")
+    sent: list[str] = []
+
+    def fill(store: Any, method: str, *arguments: Any, **options: Any) -> None:
+        sent.append(method)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(module, "send_once", fill)
+    with pytest.raises(
+        OSError, match=f"no room for a copy of the checkpoint in TMPDIR: '{tmp_path}"
+    ):
+        saver.paths.download_file(saver.directory / "part-0", tmp_path / "part-0")
+    assert sent == ["get_file"]
 
 
 def test_what_is_published_stays_when_another_rank_is_gone(

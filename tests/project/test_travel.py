@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import random
 import resource
 import runpy
 import shutil
@@ -143,6 +144,26 @@ def test_infer_needs_no_training_data(
         (place / "spec.json").unlink()  # as of an earlier release
         line = project.refuses("infer", "--run-dir", str(place))
         assert line == f"--data.path: {text} does not exist"
+
+
+def test_a_random_split_is_that_of_training(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What loads a model draws next what training drew to split its data."""
+    training = project.module("train")
+    build, drawn = training.build_datasets, []
+
+    def draw() -> list[float]:
+        return [float(torch.rand(())), float(np.random.rand()), random.random()]
+
+    def build_and_draw(config: Any) -> Any:
+        drawn.append(draw())
+        return build(config)
+
+    monkeypatch.setattr(training, "build_datasets", build_and_draw)
+    training.run(project.config(run_dir=tmp_path / "run", train__seed=7, train__steps=1))
+    importlib.import_module(project.name).load_trained(tmp_path / "run", "cpu")
+    assert draw() == drawn[0]
 
 
 PLAIN = {"path": Path("a/b"), "names": ("a", "b"), "size": None, "scale": 0.5, "counts": {"a": 1}}

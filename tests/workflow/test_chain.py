@@ -1,6 +1,7 @@
 """The chain: what a stage recommends reaches the stages after it, and the sum is measured."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,35 @@ class Chain:
         self.ran.clear()
         self.chain.run_stages(given, list(words))
         return list(self.ran)
+
+
+def test_a_stopped_workflow_leaves_no_results_of_other_code(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The report would show them as those of this code; what was measured with it stays."""
+    workflow = Chain(project, monkeypatch)
+    given = project.config(run_dir=tmp_path)
+    old, current = (finished(project, given, name) for name in ("compile", "scale"))
+    old.write_text(json.dumps(json.loads(old.read_text()) | {"code": "other"}))
+    workflow.failing = {"baseline"}
+    assert workflow(given) == ["baseline"]
+    assert not old.exists() and current.exists()
+
+
+def test_a_stage_is_of_the_cores_that_it_began_with(project: Project, tmp_path: Path) -> None:
+    """`setup` may pin it to some of them."""
+    cores = os.sched_getaffinity(0)
+    if len(cores) < 2:
+        pytest.skip("needs two cores")
+    stages = project.module("workflow.stage")
+    stage = stages.Stage("compile", project.config(run_dir=tmp_path))
+    before = stage.cores
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        stage.close()
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert json.loads(stage.file.read_text())["machine"]["cores"] == before > 1
 
 
 def test_a_stage_goes_on_from_those_before_it(

@@ -383,6 +383,22 @@ def test_advice_names_the_mode_and_what_it_earns(gate) -> None:
     assert gate({"blocks": FIGURES, "full": FIGURES}).stage.figures["best"] == "blocks"
 
 
+def test_a_mode_that_may_still_be_faster_is_not_advised_against(gate) -> None:
+    slow = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [2.0] * 8}}
+    wild = [1 + 0.6 * (-1) ** k for k in range(12)]
+    noisy = FIGURES | {"windows": {"eager": wild, "compiled": [1.0] * 12}}
+    assert not gate({"blocks": slow, "full": noisy}).stage.advice
+
+
+def test_fsdp_is_told_what_it_compiles_instead_of_the_whole(
+    gate, project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = FIGURES | {"windows": {"eager": [1.0] * 8, "compiled": [2.0] * 8}}
+    monkeypatch.setattr(project.module("distributed.parallel"), "SHARDED", True)
+    stage = gate({"blocks": slow}, compile__mode="full").stage
+    assert stage.figures["recommended"]["compile.mode"]["value"] == "none"
+
+
 def test_a_mode_that_fails_is_not_recommended_and_the_advice_says_why(gate) -> None:
     error = {"error": "RuntimeError: no such luck\nand a traceback"}
     broken = gate({"blocks": error, "full": error}, compile__mode="full").stage

@@ -442,6 +442,15 @@ MEASURED = [
 ]
 
 
+def test_one_copy_for_each_machine_is_counted_on_one(sharded: Project) -> None:
+    fit = sharded.module("workflow.fit")
+    config = fit.FitConfig(parallel=sharded.module("distributed.parallel").ParallelConfig())
+    every_machine = sharded.module("config").override(config, {"parallel.replicate": 0})
+    assert fit.like_a_gpu(every_machine, 16).parallel.replicate == 2
+    assert fit.like_a_gpu(every_machine, 4).parallel.replicate == 1
+    assert fit.like_a_gpu(config, 16).parallel.replicate == config.parallel.replicate == 1
+
+
 # The row of the table for micro-batches of 32.
 ROW = """
 import sys

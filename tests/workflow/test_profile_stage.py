@@ -196,6 +196,20 @@ def test_a_device_that_no_trace_tells_of(project: Project, traces: Any, tmp_path
         assert gate.figures.get("diagnosis") == (None if unseen else "kernel-bound")
 
 
+def test_what_baseline_rejected_is_not_advised(project: Project, tmp_path: Path) -> None:
+    config = project.config(run_dir=tmp_path)
+    remedies = project.module("workflow.profile").remedies
+    assert remedies("input-bound", {}, None, config, 1) == [
+        "--train.loader-workers 2",
+        "a cheaper __getitems__",
+    ]
+    stage = project.module("workflow.stage").Stage("baseline", config)
+    stage.figures["rejected"] = ["--train.loader-workers 2: within noise, 1.0 times as fast"]
+    stage.check("c", True, measured="so", wanted="such")
+    stage.close()
+    assert remedies("input-bound", {}, None, config, 1) == ["a cheaper __getitems__"]
+
+
 def test_windows_of_a_run(project: Project, traces: Any, tmp_path: Path) -> None:
     """They end at multiples of `every`, also after a resume; else torch is left alone."""
     run = project.module("train").run

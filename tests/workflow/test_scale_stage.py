@@ -195,6 +195,13 @@ def test_losses_are_judged(project: Project) -> None:
     assert status == "not_measured" and "in evaluation, too" in measured
 
 
+def test_a_declared_loss_is_not_compared(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(project.module("workflow.scale"), "is_declared", lambda: True)
+    records = {1: record(1.0), 2: record(0.5) | {"losses": [9.0, 9.0]}}
+    status, measured, _ = Judged(project, "judge_losses")(records, "")
+    assert status == "not_measured" and "ADDS_UP = False" in measured
+
+
 def test_efficiencies_are_judged(project: Project) -> None:
     judged = Judged(project, "judge_efficiency")
     records = {1: record(1.0), 2: record(0.625)}

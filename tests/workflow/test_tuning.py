@@ -171,3 +171,22 @@ def test_data_that_loader_workers_cannot_read_is_no_crash(
     assert tuning.try_loader_workers(stage, project.module("train").setup(config), 0.5) is None
     first, second = stage.figures["rejected"]
     assert first.startswith("--train.loader-workers 1: OSError") and "2: OSError" in second
+
+
+def test_a_declared_loss_keeps_its_micro_batches(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With others it would be another loss, however fast."""
+    tuning = project.module("workflow.tuning")
+    monkeypatch.setattr(tuning, "is_declared", lambda: True)
+    monkeypatch.setattr(
+        tuning, "time_interleaved", lambda ways: {name: 8 * [1 / int(name)] for name in ways}
+    )
+    sizes = {"train__global_batch_size": 8, "train__micro_batch_size": 2}
+    config = project.config(run_dir=tmp_path, **sizes)
+    stage = project.module("workflow.stage").Stage("baseline", config)
+    stage.figures["step_seconds"] = {"median": 0.001}
+    state = project.module("train").setup(config)
+    tuning.try_micro_batches(stage, state)
+    assert stage.figures["micro_batch"]["best"] == 2 and "recommended" not in stage.figures
+    assert any("8: it changes the loss" in line for line in stage.figures["rejected"])

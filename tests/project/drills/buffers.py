@@ -204,6 +204,36 @@ def fail_to_read(training: Any, settings: Any, world: Any) -> None:
     assert gathered({"rank": torch.tensor(world.rank)})[1]["rank"] == 1
 
 
+class Ending:
+    """Ends the run after its first validation."""
+
+    def after_validation(self, state: Any, figures: Any) -> None:
+        """As early stopping does."""
+        state.finish("enough")
+
+
+def end_in_a_repeated_validation(training: Any, settings: Any, world: Any) -> None:
+    """A validation that a stop interrupted is repeated; what ends the run there ends it there."""
+    validation = sys.modules[training.validate.__module__]
+    compute = validation.compute_loss
+
+    def stop_once(model: Any, batch: Any) -> Any:
+        validation.compute_loss = compute
+        if world.rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return compute(model, batch)
+
+    validation.compute_loss = stop_once
+    config = sys.modules[f"{training.__package__}.config"]
+    changes = {"run_dir": settings.run_dir.with_name("owed"), "train.validate_samples": 144}
+    settings = config.override(settings, changes)
+    first = training._run(settings, world, [])
+    assert (first.status, first.step, first.validation) == ("preempted", 2, {}), first
+    second = training._run(settings, world, [Ending()])
+    assert (second.status, second.step) == ("finished", 2), second
+    assert second.validation
+
+
 def validate_for_long(training: Any, settings: Any, world: Any) -> None:
     """A validation may take longer than the watchdog's limit, which is for one of its batches."""
     package = training.__package__
@@ -252,6 +282,7 @@ def main(folder: Path, packages: list[str]) -> None:
             settings = config.override(settings, {"parallel.replicate": 2})
         training.compute_loss = compute
         if name == packages[0]:
+            end_in_a_repeated_validation(training, settings, world)
             validate_for_long(training, settings, world)
         fail_to_read(training, settings, world)
         text = misread(training, settings, world)
