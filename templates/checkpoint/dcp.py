@@ -38,8 +38,8 @@ BYTES_PER_FILE = 32 << 20
 MOST_FILES = 4
 # The fixed cost of writing a tensor, expressed in bytes.
 TENSOR_COST = 4096
-# With a single process, DCP warns about that at each save. Filters apply to the whole process and
-# the save runs in a thread, so the filter is set once and never removed.
+# Without a process group, DCP warns at each save that there is none. Filters apply to the whole
+# process and a save may run in a thread, so the filter is set once and never removed.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
 # The classes of which DCP's index consists.
@@ -53,6 +53,7 @@ DCP_CLASSES = (
     "ChunkStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 )
+# All that the pickled index may refer to: these classes, and what their fields contain.
 ALLOWED = {
     *(f"torch.distributed.checkpoint.metadata.{name}" for name in DCP_CLASSES),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -81,7 +82,8 @@ class DcpSaver:
         Raises CheckpointError, on every rank, when any rank failed.
         """
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        # DCP ignores dtypes when it compares plans, and a failed save may have left half a plan.
+        # DCP would reuse a cached plan although dtypes have changed, or although a failed save has
+        # left it incomplete.
         if self.group.any(forms != self.forms):
             forget_plans(self.cache)
         self.forms = None
@@ -90,6 +92,7 @@ class DcpSaver:
         size = sum(parallel.local_part(tensor).nbytes for tensor in tensors.values())
         files = self.threads
         if not files:
+            # By size, with at most one file per tensor, since DCP would also write empty files.
             files = max(1, min(size // BYTES_PER_FILE, MOST_FILES, len(tensors)))
         writer = DcpWriter(folder, files)
         try:
@@ -114,8 +117,9 @@ class DcpWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path, files: int) -> None:
-        # The publisher syncs the files. Copying ahead is off, since the training stream would wait.
+        # The publisher syncs the files. To copy ahead, DCP would wait for the training stream.
         super().__init__(folder, sync_files=False, thread_count=files, per_thread_copy_ahead=0)
+        # DCP opens all files with this method.
         cast(Any, self.fs).create_stream = self.create
         self.errors: list[Exception] = []
         self.names: list[str] = []
@@ -128,14 +132,15 @@ class DcpWriter(dcp.FileSystemWriter):
             with naming(path), path.open(mode) as stream:
                 yield stream
         except Exception as error:
-            # The index is not written by a thread, so DCP does not lose its error.
+            # DCP writes its index outside of the threads, and does not lose that error.
             if path.name.startswith(DCP_INDEX):
                 raise
             self.errors.append(error)
             if stream is None:
-                # DCP needs a stream to continue.
+                # The file could not be opened, but DCP needs a stream to continue.
                 yield io.BytesIO()
         else:
+            # DCP writes its index to a .tmp file, and then renames it.
             self.names.append(path.name.removesuffix(".tmp"))
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Any:
@@ -149,9 +154,14 @@ class DcpWriter(dcp.FileSystemWriter):
 
 
 def failures_of(error: dcp.CheckpointException) -> str:
-    """Return up to four different errors, each with the first rank that has it."""
+    """Return up to four different errors, each with the first rank that has it.
+
+    Raises KeyboardInterrupt if a rank was interrupted by it: DCP catches Ctrl-C, too.
+    """
     texts: dict[str, str] = {}
     for rank, (failure, _) in sorted(error.failures.items()):
+        if isinstance(failure, KeyboardInterrupt):
+            raise failure
         text = reason_of(failure)
         texts.setdefault(text, f"rank {rank}: {text}")
     first_four = list(texts.values())[:4]
@@ -173,22 +183,24 @@ def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
 
 
 def divided(tensors: Tensors, group: Group) -> Tensors:
-    """Return the tensors that this rank writes, so that all holders write about as many bytes.
+    """Return the tensors that this rank writes: each shard is written by one of its holders.
 
-    A holder is a rank that has the same shard. From the largest tensor to the smallest, each goes
-    to the holder with the least to write so far. All holders compute the same result.
+    The holders of a shard are the ranks that have it. From the largest tensor to the smallest, each
+    goes to the holder with the least to write so far, so all write about equally many bytes. All
+    holders compute the same result.
     """
-    # For each number of holders, the bytes that each holder writes.
+    # For each number of holders, the bytes that each of them writes so far.
     loads: dict[int, list[int]] = {}
     mine: set[str] = set()
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
     for name in sorted(sizes, key=sizes.__getitem__, reverse=True):
         tensor = tensors[name]
-        holders, index = parallel.replicas(tensor, group.rank, group.size)
+        # The number of holders, and this rank's index among them.
+        holders, my_index = parallel.replicas(tensor, group.rank, group.size)
         load = loads.setdefault(holders, [0] * holders)
         lightest = load.index(min(load))
         load[lightest] += tensor.nbytes + TENSOR_COST
-        if lightest == index:
+        if lightest == my_index:
             mine.add(name)
     return {name: tensor for name, tensor in tensors.items() if name in mine}
 
@@ -206,13 +218,13 @@ class DcpDirectory:
         with reading(path):
             with open_regular(path / DCP_INDEX) as file:
                 self.index: Any = IndexUnpickler(file).load()
-            names = {info.relative_path for info in self.index.storage_data.values()}
-            unknown = names - set(files)
+            file_names = {info.relative_path for info in self.index.storage_data.values()}
+            unknown = file_names - set(files)
             if unknown:
                 raise pickle.UnpicklingError(f"{DCP_INDEX} points to {unknown.pop()!a:.200}")
-            for name in names:
+            for file_name in file_names:
                 # DCP would follow a link; this call raises for one.
-                open_regular(path / name).close()
+                open_regular(path / file_name).close()
             for name, entry in self.index.state_dict_metadata.items():
                 # Other entries are pickled objects, which are never read.
                 if isinstance(entry, TensorStorageMetadata):
@@ -228,7 +240,7 @@ class DcpDirectory:
             check_shapes(self.forms, targets)
         planner = dcp.DefaultLoadPlanner()
         reader = dcp.FileSystemReader(self.path)
-        # The original methods would unpickle anything.
+        # DCP's own methods would unpickle anything.
         cast(Any, planner).load_bytes = _refuse_object
         cast(Any, reader).read_metadata = self._read_metadata
         with reading(self.path), warnings.catch_warnings():
@@ -248,10 +260,12 @@ class DcpDirectory:
                 raise CheckpointError(text) from error
 
     def _read_metadata(self, *arguments: Any, **options: Any) -> Any:
+        """Return the index, which `__init__` has read."""
         return self.index
 
 
 def _refuse_object(item: Any, value: Any) -> None:
+    """Raise CheckpointError in place of unpickling a saved object."""
     raise CheckpointError(f"{item.dest_index.fqn} is not a tensor")
 
 
@@ -274,6 +288,7 @@ class IndexUnpickler(pickle._Unpickler):
 
     def load_build(self) -> None:
         """Set attributes of an object; refuse those of a class, which would affect the process."""
+        # The top of the stack is the attributes; the entry below it is their object.
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # pyright: ignore

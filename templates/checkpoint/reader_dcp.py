@@ -27,8 +27,10 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
 def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile | DcpDirectory:
     """Open the tensors that the checkpoint itself contains."""
     local = local_copy(path, manifest).folder
+    # A file, or a folder of safetensors.
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
+    # Without a manifest, the index may refer to any file of the folder.
     files = manifest.get("files") or os.listdir(local)
     if WHOLE_FILE in files:
         return OneFile(local / WHOLE_FILE)

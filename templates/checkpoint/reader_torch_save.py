@@ -1,4 +1,4 @@
-"""Open the tensors of a checkpoint, or of a file of weights from anywhere."""
+"""Open the tensors of a checkpoint, or of a file or folder of weights from anywhere."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from .tensors import OneFile, Source
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open a verified checkpoint or, with manifest {}, a file of tensors.
+    """Open a verified checkpoint or, with manifest {}, a file or folder of tensors.
 
     Weights that a checkpoint leaves out are read from its base.
     """
@@ -25,6 +25,7 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
 def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile:
     """Open the tensors that the checkpoint itself contains."""
     local = local_copy(path, manifest).folder
+    # A file, or a folder of safetensors.
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
     if not (local / WHOLE_FILE).exists():

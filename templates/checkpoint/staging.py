@@ -18,8 +18,10 @@ from torch import nn
 from ..distributed import parallel
 from .tensors import Tensors
 
-# NumPy lacks some dtypes. A copy only moves bits, so any dtype of the same size works.
+# NumPy lacks some of torch's dtypes. A copy only moves bits, so it can use any dtype with as many
+# bytes per element: these.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+# Tensors in a block begin at multiples of this (bytes).
 CACHE_LINE = 64
 # The smallest block has 2 ** 20 bytes.
 SMALLEST_BLOCK = 20
@@ -32,7 +34,7 @@ class HostBuffers:
         self.model = model
         self.device = device
         self.buffers: Tensors = {}
-        # Targets and sources that `finish` has to copy, on a CPU.
+        # Pairs of target and source that `finish` has to copy, on a CPU.
         self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []
         # On CUDA, the stream of the copies, and the event after them.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -57,10 +59,13 @@ class HostBuffers:
     def copy(self, tensors: Tensors) -> Tensors:
         """Start copying; return the copies, which are complete after `finish`.
 
-        The model's buffers are copied first, since the next forward may change them.
+        The model's registered buffers, such as batch statistics, are copied before the next
+        forward, which may change them.
         """
         self.allocate(tensors)
-        parameters = {f"model.{name}" for name, _ in self.model.named_parameters()}
+        # With all names of tied parameters, as in state_dict().
+        named = self.model.named_parameters(remove_duplicate=False)
+        parameters = {f"model.{name}" for name, _ in named}
         copies: Tensors = {}
         later: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, tensor in tensors.items():
@@ -68,7 +73,8 @@ class HostBuffers:
             target = self.buffers[name]
             copies[name] = parallel.with_local_part(tensor, target)
             if name.startswith("model.") and name not in parameters:
-                # On CUDA the training stream makes this copy, and so before the next forward.
+                # A registered buffer. On CUDA the training stream makes this copy, and so before
+                # the next forward.
                 target.copy_(source, non_blocking=self.stream is not None)
             else:
                 later.append((target, source))
@@ -78,7 +84,7 @@ class HostBuffers:
         if self.device.type == "cpu":
             self.to_copy = later
         elif self.stream is None:
-            # Other devices have no streams for which a second thread could wait.
+            # Other devices have no streams for which the thread could wait, so copy at once.
             torch._foreach_copy_(targets, sources)
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -109,23 +115,24 @@ class HostBuffers:
 def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
     """Allocate host tensors like these in a few large blocks, since each allocation is slow.
 
-    The pinned allocator rounds up to powers of two, so these are the sizes of blocks: at least 1 MB
-    and the largest tensor, otherwise at most the bytes still to place, so that only the last block
-    has unused memory. Each block takes the largest tensors that still fit.
+    The sizes of blocks are powers of two, to which torch's pinned allocator would round them up. A
+    block is not larger than all remaining tensors together, so only the last block has unused
+    memory. But it has at least 1 MB, and room for the largest tensor. Each block takes the largest
+    tensors that still fit.
     """
     placed: Tensors = {}
-    left = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
-    while left:
-        total = sum(tensors[name].nbytes + CACHE_LINE for name in left)
-        largest = tensors[left[0]].nbytes
-        # The power of two that is at most `total`, and the one that is at least `largest`.
+    remaining = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
+    while remaining:
+        total = sum(tensors[name].nbytes + CACHE_LINE for name in remaining)
+        largest = tensors[remaining[0]].nbytes
+        # The exponents of the powers of two that are at most `total`, and at least `largest`.
         below_total = total.bit_length() - 1
         above_largest = (largest - 1).bit_length()
         exponent = max(SMALLEST_BLOCK, below_total, above_largest)
         block = torch.empty(1 << exponent, dtype=torch.uint8, pin_memory=pinned)
         used = 0
         too_large: list[str] = []
-        for name in left:
+        for name in remaining:
             like = tensors[name]
             if used + like.nbytes > block.nbytes:
                 too_large.append(name)
@@ -133,15 +140,15 @@ def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
                 placed[name] = part_of(block, used, like)
                 # The next tensor starts at a multiple of a cache line.
                 used += math.ceil(like.nbytes / CACHE_LINE) * CACHE_LINE
-        left = too_large
+        remaining = too_large
     return placed
 
 
 def part_of(block: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
     """Return a tensor like `like` in the memory of a block, from byte `start` on.
 
-    Going through NumPy gives it a storage of its own size. With the block as its storage, DCP would
-    copy the tensor.
+    DCP would clone a tensor that is smaller than its storage, such as a view of the block. A tensor
+    made from a NumPy array has a storage of its own size, here in the memory of the block.
     """
     part = torch.from_numpy(block.numpy()[start : start + like.nbytes])
     return part.view(like.dtype).view(like.shape)

@@ -25,7 +25,7 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the training loop, which continues once the checkpoint is published."""
 
-    # There are no buffers to prepare, and errors are raised at once.
+    # There are no host buffers to allocate, and `begin` itself raises the error of a failed save.
     staged_bytes = 0
     prepared = True
     failed = False
@@ -35,6 +35,7 @@ class Writer:
     ) -> None:
         self.group = group
         self.model = model
+        # During a save, the tensors that this rank writes.
         self.staged: Tensors = {}
         self.saver = DcpSaver(group, config.threads)
 
@@ -51,7 +52,7 @@ class Writer:
             self.staged = {}
 
     def complete(self) -> None:
-        """Check the tensors to write; raises CheckpointError for a NaN."""
+        """Check the tensors; raises CheckpointError for a NaN or an infinite trained weight."""
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:

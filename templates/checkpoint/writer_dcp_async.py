@@ -3,14 +3,14 @@
 A save first copies this rank's tensors into host buffers (staging.py). The copies overlap with the
 next forward and backward, which only read parameters, and end before the optimizer changes them. A
 thread then writes, hashes and publishes, using its own process group. Only one save is in flight at
-a time. A save that fails on one rank fails on all of them. The loop sees `failed` and sends it to
-all ranks with the flags of `Stop.poll`; then all of them call `settle`, which raises the error.
+a time. A save that fails on one rank fails on all of them. The loop sends `failed` to all ranks,
+among the flags of `Stop.poll`; then all of them call `settle`, which raises the error.
 """
 
 import logging
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,11 +39,12 @@ class CheckpointConfig(StorageConfig):
 
 
 def steps_of_a_save(steps: int, seconds: float, waited: float) -> int:
-    """Return how many training steps take as long as a save that made training wait.
+    """Return the smallest --checkpoint.every with which training would not have waited for a save.
 
-    The save took `seconds`, since the next one starts when it is published. In this time `steps`
-    steps were trained, and training waited for `waited` seconds.
+    Training waited until the save was published, so the save took all of the `seconds` since it
+    began. In this time training ran for `seconds - waited`, and made `steps` steps.
     """
+    # Not zero, since it is a divisor.
     training = max(seconds - waited, 1e-3)
     return math.ceil(steps * seconds / training)
 
@@ -62,20 +63,22 @@ class Writer:
         self.buffers = HostBuffers(model, device)
         # Whether the buffers are allocated.
         self.prepared = False
-        # The staged tensors of the current or last save, and the result of `buffers.finish`, which
-        # completes their copies.
+        # The staged tensors of the current or last save.
         self.staged: Tensors = {}
+        # The call of `buffers.finish` in the thread, which completes their copies.
         self.copied: Future[None] | None = None
         # Whether the optimizer must still wait for the copies; it waits once per save.
         self.must_wait = False
-        # The save in flight.
+        # The save in flight, which is a job in the thread.
         self.writing: Future[None] | None = None
-        # Seconds that training waited for the last save, and whether a warning was logged.
+        # Seconds that training waited for the last save.
         self.waited = 0.0
+        # Whether a warning of such a wait was logged.
         self.warned = False
-        # The start of the last save, and its step.
+        # When the last save began, and its step.
         self.began = time.perf_counter()
         self.step = 0
+        # One thread, which runs its jobs in the order in which they are submitted.
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)
 
     @property
@@ -102,19 +105,20 @@ class Writer:
         """
         now = time.perf_counter()
         if self.waited > LONG_WAIT and self.group.is_first and not self.warned:
-            every = steps_of_a_save(step - self.step, now - self.began, self.waited)
-            # The last save of a run may come early: then the interval is long enough.
-            if every > self.every > 0:
+            long_enough = steps_of_a_save(step - self.step, now - self.began, self.waited)
+            # The interval may already be long enough, if only this save came early, as the last one
+            # of a run may. With --checkpoint.every 0 there is no interval.
+            if self.every > 0 and long_enough > self.every:
                 # Warn once per run; metrics.jsonl has each wait.
                 self.warned = True
                 text = (
                     "training waited %.1f s for the previous save: raise --checkpoint.every to %d "
                     "or more"
                 )
-                log.warning(text, self.waited, every)
+                log.warning(text, self.waited, long_enough)
         self.began = now
         self.step = step
-        # `copy` allocates the buffers that are missing, so that `prepare` need not be called.
+        # `copy` allocates the buffers that are missing, so `prepare` is not needed any more.
         self.prepared = True
         self.staged = self.buffers.copy(divided(tensors, self.group))
         self.copied = self.thread.submit(self.buffers.finish)
@@ -122,11 +126,12 @@ class Writer:
         self.writing = self.thread.submit(job, step, facts)
 
     def complete(self) -> None:
-        """Wait until the copies are complete, and check them.
+        """Check the completed copies, in the thread.
 
-        Raises CheckpointError for a NaN, or for an infinity in a trained weight.
+        Raises the error of a failed copy; CheckpointError for a NaN, or an infinite trained weight.
         """
         if self.copied is not None:
+            # This does not wait: the thread ran `buffers.finish` before the job that calls this.
             self.copied.result()
         refuse_nan(self.staged, self.model)
 
@@ -148,13 +153,17 @@ class Writer:
 
     def settle(self) -> None:
         """Wait for the save in flight, and raise its error if it failed; sets `waited`."""
-        if self.writing is not None:
-            writing = self.writing
-            self.writing = None
-            self.must_wait = False
-            started = time.perf_counter()
-            writing.result()
-            self.waited = time.perf_counter() - started
+        if self.writing is None:
+            return
+        # The copies end before the save does.
+        self.must_wait = False
+        started = time.perf_counter()
+        # Ctrl-C may interrupt this wait. Then the save is still in flight.
+        wait([self.writing])
+        self.waited = time.perf_counter() - started
+        writing = self.writing
+        self.writing = None
+        writing.result()
 
     def close(self) -> None:
         """Wait until the thread has done its work, and stop it."""

@@ -25,7 +25,7 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the training loop, which continues once the checkpoint is published."""
 
-    # There are no buffers to prepare, and errors are raised at once.
+    # There are no host buffers to allocate, and `begin` itself raises the error of a failed save.
     staged_bytes = 0
     prepared = True
     failed = False
@@ -35,6 +35,7 @@ class Writer:
     ) -> None:
         self.group = group
         self.model = model
+        # During a save, the tensors to write.
         self.staged: Tensors = {}
 
     def prepare(self, tensors: Tensors) -> None:
@@ -50,7 +51,7 @@ class Writer:
             self.staged = {}
 
     def complete(self) -> None:
-        """Check the tensors to write; raises CheckpointError for a NaN."""
+        """Check the tensors; raises CheckpointError for a NaN or an infinite trained weight."""
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
@@ -76,7 +77,7 @@ def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
     error: Exception | None = None
     for name, tensor in tensors.items():
         # Tensors are gathered one by one, so that only rank 0 has all of them in memory. After an
-        # error this rank keeps gathering, since others wait for it; the block below raises it.
+        # error this rank keeps gathering, since others wait for it, and raises the error below.
         try:
             whole = parallel.full_tensor(tensor)
             if group.is_first:

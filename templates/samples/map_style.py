@@ -35,19 +35,20 @@ from .worker_errors import shortage, start_workers
 if TYPE_CHECKING:
     from .config import TrainConfig
 
-# Seconds to wait for a batch after a stop signal, before the save.
+# Seconds that the workers have for a batch after a stop signal; then the run ends without a save.
 PATIENCE = 20.0
-# If the wait itself hangs, the workers are killed so many seconds after that.
+# If the wait itself hangs, the workers are killed this many seconds after `PATIENCE` is over.
 AFTER_PATIENCE = 7.0
 # While waiting for workers, check for a stop signal at this interval (seconds).
 POLL = 5.0
-# Time limit of a batch in `read_apart` (seconds). The first may be slow, as in training.
+# Time limit of a batch in `read_apart` (seconds). It is long, since the first batch may be slow.
 READ_APART = 1500.0
 # The label of the wait for data in profiler traces.
 WAITING = "waiting for data"
 
 # The purpose is part of the key of random numbers, so that different purposes get independent
-# numbers from one seed.
+# numbers from one seed. STEP is for forward and backward, such as dropout. DRAWS are the numbers
+# that a dataset draws while it reads a sample.
 ORDER = 0
 AUGMENTATION = 1
 STEP = 2
@@ -56,7 +57,7 @@ MIXTURE = 4
 DRAWS = 5
 VALIDATION_DRAWS = 6
 
-# The number of ids computed at once: about 10 ns each, compared with 300 ns batch by batch.
+# The number of ids computed at once: about 10 ns each, compared with 300 ns one batch at a time.
 BLOCK = 16384
 
 
@@ -66,11 +67,12 @@ def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
 
 
 def seed_random(*words: int, device: torch.device | None = None) -> None:
-    """Seed generators with these words, so that their states need not be saved.
+    """Seed generators with a hash of these integers, so that their states need not be saved.
 
     With a device, it seeds torch on the CPU and on the device. Without one, it seeds the generators
     that a dataset may use: torch on the CPU, NumPy and Python.
     """
+    # 63 bits, so that the seed also fits a signed integer.
     key = stream_key(*words) >> 1
     # Not torch.manual_seed, which seeds all devices and takes a hundred times as long.
     torch.default_generator.manual_seed(key)
@@ -85,6 +87,8 @@ def seed_random(*words: int, device: torch.device | None = None) -> None:
 
 def seed_start(seed: int) -> None:
     """Seed all generators as at the start of a run: for a random split, and initial weights."""
+    # This seeds NumPy and Python, and `manual_seed` torch on all devices. The remainder makes any
+    # integer a valid seed.
     seed_random(seed)
     torch.manual_seed(seed % 2**63)
 
@@ -100,7 +104,7 @@ class GlobalBatches:
         self.batch_size = batch_size
         self.seed = seed
         self.purpose = purpose or (ORDER,)
-        # Ids are computed for a block of batches at a time, and the last block is cached.
+        # Ids are computed for a block of batches at a time. The last block is cached; -1 is none.
         self.per_block = max(1, BLOCK // batch_size)
         self.block = -1
         self.ids_of_block = np.empty(0, np.int64)
@@ -111,12 +115,12 @@ class GlobalBatches:
 
     def ids(self, step: int) -> np.ndarray:
         """Return the sample ids of global batch `step`, int64 of shape [batch_size]."""
-        block, row = divmod(step, self.per_block)
+        block, batch = divmod(step, self.per_block)
         if block != self.block:
-            length = self.per_block * self.batch_size
-            self.ids_of_block = self.ids_at(block * length, (block + 1) * length)
+            block_size = self.per_block * self.batch_size
+            self.ids_of_block = self.ids_at(block * block_size, (block + 1) * block_size)
             self.block = block
-        return self.ids_of_block[row * self.batch_size : (row + 1) * self.batch_size]
+        return self.ids_of_block[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def drawn(self, step: int) -> dict[str, int]:
         """Count the samples of each source before `step`; {} without several sources."""
@@ -124,6 +128,7 @@ class GlobalBatches:
 
     def ids_at(self, start: int, stop: int) -> np.ndarray:
         """Return the sample ids at positions start ... stop - 1, int64."""
+        # If start == stop, this empty chunk is the only one.
         chunks = [np.empty(0, np.int64)]
         while start < stop:
             # Each epoch has its own permutation; a batch may span several epochs.
@@ -137,15 +142,16 @@ class GlobalBatches:
 
 def fixed_subset(size: int, count: int) -> np.ndarray:
     """Choose `count` ids of 0 ... size - 1 (0: all), always the same ones, in shuffled order."""
-    return Permutation(size, stream_key(0, SUBSET))(np.arange(min(count or size, size)))
+    permutation = Permutation(size, stream_key(0, SUBSET))
+    return permutation(np.arange(min(count or size, size)))
 
 
 class MicroBatch(NamedTuple):
     """The samples of a global batch that go through the model at once."""
 
-    # Their indices in the global batch.
+    # The indices of these samples in the global batch.
     indices: slice
-    # A factor for their loss, gradients and counts: 1.0, or 0.0 for padding.
+    # The factor of their loss, gradients and counts: 1.0, or 0.0 for padding.
     weight: float
 
 
@@ -168,8 +174,8 @@ def micro_batches(
             result.append(MicroBatch(slice(low, high), 1.0))
         else:
             # This rank has fewer samples than micro-batches. Pad with the batch's first sample at
-            # weight 0, which adds nothing to the loss, the gradients or the counts. Its other
-            # micro-batches have one sample each, so padding costs no more than they do.
+            # weight 0, which adds nothing to the loss, the gradients or the counts. All other
+            # micro-batches of this rank have one sample, too, so padding costs no more than they.
             result.append(MicroBatch(slice(first, first + 1), 0.0))
     return result
 
@@ -209,7 +215,8 @@ def fetch(
     which saves 10 us per sample (with `__getitems__`, per batch).
     """
     # The seed depends only on the position. So a sample gets the same random numbers with any
-    # number of ranks and workers, and after a resume.
+    # number of ranks and workers, and after a resume. A batch of `__getitems__` has one seed, so
+    # its numbers change with the number of ranks and the micro-batch size.
     is_seeded = draws is not None and getattr(dataset, "draws", True)
     key, position = draws or (0, 0)
     if reads_batches(dataset):
@@ -230,13 +237,14 @@ def fetch(
 
 
 class _BatchReader(Dataset):
-    """Reads the micro-batch at (step, micro-batch); loader workers compute the ids themselves."""
+    """Reads the samples of (step, micro-batch); loader workers compute the ids themselves."""
 
     def __init__(self, dataset: Any, order: GlobalBatches, augments: bool) -> None:
         self.dataset = dataset
         self.order = order
         # Whether to call the dataset's `augment`, if it has one.
         self.augments = augments
+        # The key of the random numbers that the dataset draws.
         self.draws = stream_key(order.seed, DRAWS)
 
     def __getitem__(self, item: tuple[int, MicroBatch]) -> Any:
@@ -303,7 +311,7 @@ class Loader:
         return batches
 
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
-        """Read the micro-batches of any step and plan, outside training if there are workers."""
+        """Read the micro-batches of any step and plan, without the workers of training."""
         items = [(step, micro_batch) for micro_batch in plan]
         # Before the workers start, this process must not open the data's files: see `read_apart`.
         if self.workers and self.iterator is None:
@@ -338,19 +346,22 @@ class Loader:
                 # After DataLoader's timeout, check for a stop signal, then wait again. Other errors
                 # end the run. So does a dead pinning thread, which DataLoader does not notice when
                 # it has a timeout.
+                timed_out = str(error).startswith("DataLoader timed out")
+                # Without pinning the main thread stands in, since it is always alive.
                 pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
-                if not str(error).startswith("DataLoader timed out") or not pinning.is_alive():
+                if not timed_out or not pinning.is_alive():
                     raise
-                # Each batch has this time, even if it was requested long after the signal.
                 if self._overdue() > 0:
                     self.gave_up = True
                     raise KeyboardInterrupt("the loader workers do not answer") from None
 
     def _overdue(self) -> float:
-        """Return for how many seconds the workers have exceeded `PATIENCE` after a stop signal."""
+        """Return the seconds that a stop has waited beyond `PATIENCE`; below 0 if it has not."""
         if self.stop is None:
             return -math.inf
-        return time.monotonic() - max(self.stop.received_at, self.asked) - PATIENCE
+        # A batch that was requested after the signal has the full time, too.
+        waits_since = max(self.stop.received_at, self.asked)
+        return time.monotonic() - waits_since - PATIENCE
 
     def _watch(self, iterator: Any) -> None:
         """Kill the workers if a stop would wait for them forever; runs in a thread."""
@@ -366,8 +377,8 @@ class Loader:
     def read_apart(self, source: Dataset, items: list[Any]) -> Generator[Any, None, None]:
         """Read items of a dataset outside training; in a worker, if the run has workers.
 
-        A dataset may open a file at its first sample. It must not be open in this process when the
-        run's workers are forked, since all of them would share its file position.
+        A dataset may open a file at its first sample. If this process did that before it forks the
+        run's workers, all of them would share the file position.
         """
         if self.workers == 0:
             for item in items:
@@ -390,6 +401,7 @@ class Loader:
     ) -> DataLoader:
         return DataLoader(
             source,
+            # Each item of the source is a whole batch already.
             batch_size=None,
             sampler=items,
             num_workers=workers,
@@ -412,14 +424,14 @@ class Loader:
         self.asked = math.inf
         if self.iterator is not None:
             if self.gave_up:
-                # DataLoader would wait ten seconds for each worker that hangs, so kill them. It
-                # would raise an error for killed workers, so first remove their process ids.
+                # DataLoader would wait ten seconds for each worker that hangs, so kill the workers.
+                # DataLoader would raise an error for that, so first remove their process ids.
                 signal_handling._remove_worker_pids(id(self.iterator))
                 self.iterator._worker_pids_set = False
                 for worker in self.iterator._workers:
                     worker.kill()
-            # The iterator's finalizer would also stop them, but a traceback can keep the iterator
-            # alive. Then Python would wait at exit for the workers, which ignore its signal.
+            # The iterator's finalizer would also stop the workers, but a traceback can keep the
+            # iterator alive. Then Python would wait for them at exit, since they ignore SIGTERM.
             try:
                 self.iterator._shutdown_workers()
             finally:
@@ -430,8 +442,8 @@ class Loader:
 
 
 def _set_up_worker(worker: int) -> None:
-    # torchrun signals the whole session. If a worker died of that, the step before the last save
-    # would fail.
+    # torchrun sends stop signals to the whole session. The run still finishes its step and saves,
+    # for which the workers must live.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
@@ -451,7 +463,7 @@ def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
     """Build the loader of a training set; UserError unless it is a map-style dataset."""
     check_dataset(dataset, "training")
-    # Refuse an `augment` or `collate` that would never be called.
+    # `owner_of` raises UserError for an `augment` or `collate` that would never be called.
     owner_of("augment", dataset)
     owner_of("collate", dataset)
     # A dataset such as a mixture may define its own order.

@@ -50,7 +50,7 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
                 f"--data.mix {data.mix}: one model cannot read all of these sources, since they "
                 "differ in vocabulary, tokenizer, end of text or classes: convert them alike"
             )
-    # The fingerprint includes the mixture, so that the error after changing it shows both.
+    # The fingerprint includes the mixture. If it changes, the error shows the old and the new one.
     mixture = ",".join(f"{name}={weight}" for name, weight in weights.items())
     digest = fingerprint(*(spec.fingerprint for spec in specs))
     spec = replace(specs[0], fingerprint=f"{digest} mixed {mixture}")

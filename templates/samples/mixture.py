@@ -30,7 +30,7 @@ def parse(text: str) -> dict[str, int]:
             weights[name.strip()] = Fraction(weight.strip())
     except (ValueError, ZeroDivisionError):
         raise UserError(f"--data.mix {text!r}: write NAME=WEIGHT,NAME=WEIGHT,...") from None
-    # A repeated name overwrites its first weight.
+    # A repeated name overwrites its first weight, so there are fewer names than "=" signs.
     is_repeated = len(weights) < text.count("=")
     if is_repeated or "" in weights or min(weights.values()) <= 0:
         raise UserError(f"--data.mix {text!r}: give each name once, with a weight above 0")
@@ -84,17 +84,20 @@ class MixedBatches(GlobalBatches):
         self.weights = weights
         self.sources: list[GlobalBatches] = []
         for index, size in enumerate(sizes):
+            # Any batch size will do, since `ids_at` does not depend on it.
             self.sources.append(GlobalBatches(size, 1, seed, MIXTURE, index))
         self.pattern = pattern(list(weights.values()))
-        # Row k counts the samples of each source among the first k positions of a period.
+        # Row k of `before` counts the samples of each source before position k of a period.
         is_chosen = self.pattern[:, None] == np.arange(len(sizes))
-        none = np.zeros((1, len(sizes)), np.int64)
-        self.before = np.concatenate([none, np.cumsum(is_chosen, axis=0)])
+        first_row = np.zeros((1, len(sizes)), np.int64)
+        self.before = np.concatenate([first_row, np.cumsum(is_chosen, axis=0)])
 
     def counts(self, position: int) -> np.ndarray:
-        """Count the samples of each source among the first `position` of the order, int64."""
+        """Count the samples of each source before `position` of the order, int64."""
         periods, offset = divmod(position, len(self.pattern))
-        return periods * np.array(list(self.weights.values())) + self.before[offset]
+        # In a whole period, each source has as many samples as its weight says.
+        per_period = np.array(list(self.weights.values()))
+        return periods * per_period + self.before[offset]
 
     def drawn(self, step: int) -> dict[str, int]:
         """Count the samples of each source in the batches before `step`."""
@@ -105,7 +108,7 @@ class MixedBatches(GlobalBatches):
         """Return the sample ids at positions start ... stop - 1, int64."""
         sources = self.pattern[np.arange(start, stop) % len(self.pattern)]
         ids = np.empty(stop - start, np.int64)
-        # The range of samples that these positions take from each source, in its own order.
+        # From each source, these positions take a range of samples in the source's own order.
         starts = self.counts(start).tolist()
         stops = self.counts(stop).tolist()
         first_id = 0
@@ -124,6 +127,7 @@ class Joined:
         # For each dataset, its last id plus one.
         self.ends = np.cumsum([len(dataset) for dataset in datasets])
         self.draws = any(getattr(dataset, "draws", True) for dataset in datasets)
+        # All datasets come from source.py, so the first one can augment any batch.
         owner = owner_of("augment", datasets[0])
         if owner is not None:
             self.augment = owner.augment

@@ -19,6 +19,8 @@ from .device import annotated
 from .distributed import Group, World
 from .distributed.stop import Stop
 from .errors import UserError
+
+# `as` exports a name again: other modules import it from this one.
 from .map_style import STEP as STEP
 from .map_style import VALIDATION_DRAWS as VALIDATION_DRAWS
 from .map_style import WAITING as WAITING
@@ -46,7 +48,7 @@ WAYS_OUT = (
 
 
 class StreamOrder(GlobalBatches):
-    """The sample ids of a stream, which are positions."""
+    """The sample ids of a stream: the positions, since its samples have no ids."""
 
     def ids(self, step: int) -> np.ndarray:
         """Return the sample ids of global batch `step`, int64 of shape [batch_size]."""
@@ -63,17 +65,20 @@ class StreamLoader(Loader):
     def __init__(
         self, stream: Any, train: "TrainConfig", plan: list[MicroBatch], world: World
     ) -> None:
+        # The size of a stream is unknown, and its ids do not depend on it.
         order = StreamOrder(0, train.global_batch_size, train.seed)
+        # Set before `_FirstSamples` reads it.
         self.stream = stream
         super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.world = world
         self.epoch = 0
         self.group: Group | None = None
         self.stream_iterator: Any = None
-        # This rank's samples of the first step, which measurements reuse; of the next step, if they
-        # were read ahead; and of the last step.
+        # This rank's samples of the first step, which measurements reuse.
         self.first: list[Any] = []
+        # This rank's samples of the next step, if they were read ahead.
         self.ahead: list[Any] = []
+        # This rank's samples of the last step; none before the first one.
         self.last: list[Any] = []
 
     def next(self, stop: Stop | None = None) -> list[Any]:
@@ -86,7 +91,7 @@ class StreamLoader(Loader):
         self.ahead = []
         self.step += 1
         self.seconds += time.perf_counter() - started
-        # Refuse a state that cannot be saved now, not only at the first save.
+        # A state that cannot be saved is an error now, not only at the first save.
         if is_first:
             self.stream_state()
         return batches
@@ -98,11 +103,11 @@ class StreamLoader(Loader):
         else:
             samples = self._peek()
         # A plan has indices in the global batch, but this rank has only its own slice.
-        start = self.plan[0].indices.start
+        first_index = self.plan[0].indices.start
         batches: list[Any] = []
         for micro_batch in plan:
             indices = micro_batch.indices
-            chosen = samples[indices.start - start : indices.stop - start]
+            chosen = samples[indices.start - first_index : indices.stop - first_index]
             # Samples of a stream have no ids; errors name their index in the batch.
             batches.append(batch_of(chosen, range(indices.start, indices.stop), self.stream))
         return batches
@@ -111,7 +116,8 @@ class StreamLoader(Loader):
         # The stream's random numbers depend on seed, step and rank, so a resumed run gets the same.
         if not self.ahead:
             seed_random(self.source.draws, self.step, self.world.rank)
-        while len(self.ahead) < self.source.order.batch_size // self.world.size:
+        samples_per_rank = self.source.order.batch_size // self.world.size
+        while len(self.ahead) < samples_per_rank:
             self.ahead.append(self._read())
         if not self.first:
             self.first = self.ahead
@@ -120,6 +126,7 @@ class StreamLoader(Loader):
     def _read(self) -> Any:
         if self.stream_iterator is None:
             self.stream_iterator = iter(self.stream)
+        # The loop returns the next sample, if there is one.
         for sample in self.stream_iterator:
             return sample
         # The stream has ended, so a new epoch begins.
@@ -149,12 +156,12 @@ class StreamLoader(Loader):
         self.group = group
         if step:
             positions = manifest.get("streams")
-            before = "no stream"
+            saved_by = "no stream"
             if isinstance(positions, list):
-                before = f"{len(positions)} ranks"
+                saved_by = f"{len(positions)} ranks"
             if not isinstance(positions, list) or len(positions) != group.size:
                 raise UserError(
-                    f"the checkpoint has the stream positions of {before}, but this run has "
+                    f"the checkpoint has the stream positions of {saved_by}, but this run has "
                     f"{group.size}. Resume with the same number of ranks, or start a new run from "
                     "its weights (--init-from)"
                 )
@@ -210,9 +217,9 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], worl
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if has_items and not isinstance(dataset, IterableDataset):
         return map_style.open_loader(dataset, train, plan, world)
-    kind = f"the training stream (build_datasets in data.py) is a {type(dataset).__name__}"
+    problem = f"the training stream (build_datasets in data.py) is a {type(dataset).__name__}"
     if not (hasattr(dataset, "state_dict") and hasattr(dataset, "load_state_dict")):
-        raise UserError(f"{kind} without state_dict and load_state_dict: {WAYS_OUT}")
+        raise UserError(f"{problem} without state_dict and load_state_dict: {WAYS_OUT}")
     if train.loader_workers:
         raise UserError(
             "--train.loader-workers must be 0 for a stream: let the stream itself read ahead"
@@ -235,6 +242,7 @@ def has_shuffle_buffer(stream: Any) -> bool:
     """Tell whether a Hugging Face stream, or one that it reads from, shuffles in a buffer."""
     if "Shuffle" in type(stream).__name__ and getattr(stream, "buffer_size", 0) > 1:
         return True
+    # Hugging Face's streams have these attributes for the streams that they read from.
     sources: list[Any] = list(getattr(stream, "ex_iterables", None) or ())
     for name in ("dataset", "_ex_iterable", "ex_iterable"):
         source = getattr(stream, name, None)

@@ -51,21 +51,22 @@ class Tracker:
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # At a lower level it reports each table of a new database.
+        # At a lower level MLflow reports each table of a new database.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
 
         self.metric = Metric
         uri = config.tracker.uri or os.environ.get("MLFLOW_TRACKING_URI")
-        home = run_dir.resolve().parent
-        self.client = MlflowClient(uri or _database(home))
+        runs_folder = run_dir.resolve().parent
+        self.client = MlflowClient(uri or _database(runs_folder))
         settings = to_json(config)
+        # Keeps the id of MLflow's run for later starts.
         note = run_dir / "mlflow.json"
         run = self._find(note)
         if run is None:
             # A server decides itself where to store artifacts.
-            artifacts = None if uri else (home / "mlflow-artifacts").as_uri()
+            artifacts = None if uri else (runs_folder / "mlflow-artifacts").as_uri()
             experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME") or config.tracker.experiment
             run = self._create(experiment, artifacts, run_dir.name)
             write_json(note, {"id": run.info.run_id})
@@ -73,6 +74,8 @@ class Tracker:
         self.id = run.info.run_id
         self.client.update_run(self.id, "RUNNING")
         self.client.log_dict(self.id, settings, "config.json")
+        # `metrics` has the last value of each metric, but not its step. The step follows from the
+        # number of samples.
         samples = int(run.data.metrics.get("train/samples", 0))
         self.logged = samples // config.train.global_batch_size
 
@@ -100,20 +103,20 @@ class Tracker:
 
         if not note.exists():
             return None
-        number = json.loads(note.read_text("utf-8"))["id"]
-        # The id may belong to another database.
+        run_id = json.loads(note.read_text("utf-8"))["id"]
+        # The id may belong to another database, such as one of an earlier --tracker.uri.
         with contextlib.suppress(MlflowException):
-            return self.client.get_run(number)
+            return self.client.get_run(run_id)
         return None
 
     def _create(self, experiment: str, artifacts: str | None, name: str) -> Any:
         """Create a run in an experiment, which is created if it does not exist."""
         existing = self.client.get_experiment_by_name(experiment)
         if existing and existing.experiment_id:
-            number = existing.experiment_id
+            experiment_id = existing.experiment_id
         else:
-            number = self.client.create_experiment(experiment, artifacts)
-        return self.client.create_run(number, run_name=name)
+            experiment_id = self.client.create_experiment(experiment, artifacts)
+        return self.client.create_run(experiment_id, run_name=name)
 
     def _log_parameters(self, number: str, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
@@ -126,7 +129,8 @@ class Tracker:
 
 def _database(folder: Path) -> str:
     """Return the URI of the database in a folder."""
-    # A question mark would end the URI. The path of an open descriptor does not contain one.
+    # A question mark would end the path in the URI. The path of an open descriptor does not contain
+    # one, and is valid as long as the descriptor stays open.
     if "?" in str(folder):
         descriptor = os.open(folder, os.O_RDONLY)
         return f"sqlite:////proc/self/fd/{descriptor}/mlflow.db"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-# The callbacks that log to the tracker.
+# The callbacks that log to a tracker: there are none.
 TRACKERS: tuple[Any, ...] = ()
 
 

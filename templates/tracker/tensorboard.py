@@ -25,7 +25,7 @@ class Tracker:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        # The last step and the settings logged by an earlier start.
+        # This file has the last step and the settings that an earlier start has logged.
         self.note = folder / "logged.json"
         earlier = read_json(self.note) if self.note.exists() else {}
         self.settings = to_json(config)

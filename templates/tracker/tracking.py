@@ -36,12 +36,15 @@ LIMIT = 20.0
 class Tracking:
     """Callback that passes each record to the tracker's thread."""
 
+    # An error of this callback only disables it (callback_runner.py).
     harmless = True
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         self.config = config
         self.run_dir = run_dir
+        # The step from which this start of the run trains.
         self.step = step
+        # The run's status for the tracker; `__exit__` corrects it.
         self.status = "preempted"
         # None ends the thread.
         self.records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
@@ -50,7 +53,7 @@ class Tracking:
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> "Tracking":
-        """Open the tracker, before a loader forks while the thread imports modules."""
+        """Open the tracker, and wait: a loader must not fork while the thread imports modules."""
         self.thread.start()
         if not self.opened.wait(LIMIT):
             self._warn(f"it did not open within {LIMIT:.0f} s; records are queued")
@@ -58,7 +61,8 @@ class Tracking:
 
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
         """Queue the metrics of a validation that an earlier start of the run did not complete."""
-        # That start has already sent the record of this step, without these metrics.
+        # It is a validation of the step from which this start trains. The earlier start has already
+        # sent the record of that step, without these metrics.
         if state.step == self.step and self.thread.is_alive():
             metrics = validation_figures(figures)
             self.records.put({"step": state.step, "time": time.time(), **metrics})
@@ -69,7 +73,7 @@ class Tracking:
             self.records.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # Ctrl-C, or a stop signal that the loader workers did not answer.
+        # KeyboardInterrupt: Ctrl-C, or a stop signal that the loader workers did not answer.
         was_stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         if kind is not None and not was_stopped:
             self.status = "failed"
@@ -97,8 +101,8 @@ class Tracking:
                 self._log(tracker, record)
         record = self.records.get()
         while record is not None:
-            # A server may have later steps of an earlier start. Only a validation of the first
-            # step is new to it: see `after_validation`.
+            # A server may already have steps that this start repeats; do not send them again. A
+            # record of the step `self.step` is the validation that `after_validation` has queued.
             if record["step"] > tracker.logged or record["step"] == self.step:
                 self._log(tracker, record)
             record = self.records.get()

@@ -39,17 +39,20 @@ class Tracker:
         import wandb
 
         options = _options(config.tracker, run_dir)
-        number = _run_id(run_dir / "wandb.json")
+        run_id = _run_id(run_dir / "wandb.json")
         # Without a key, wandb would prompt for one and block.
         if options["mode"] == "online" and not wandb.login(prompt=False):
             raise RuntimeError("--tracker.mode online: run `wandb login` first")
         settings = wandb.Settings(**options)
-        self.run = wandb.init(id=number, resume="allow", settings=settings)
+        self.run = wandb.init(id=run_id, resume="allow", settings=settings)
+        # `run.dir` is the folder "files" in the folder of this log.
         folder = Path(self.run.dir).parent
         # The offline logs of earlier starts.
-        self.older = set(folder.parent.glob(f"offline-run-*-{number}*"))
+        self.older = set(folder.parent.glob(f"offline-run-*-{run_id}*"))
         self.older.discard(folder)
         self.run.config.update(to_json(config), allow_val_change=True)
+        # `starting_step` is the first step that wandb does not have yet. It is 0 for an offline
+        # log, since each start begins a new one.
         self.logged = self.run.starting_step - 1
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
@@ -89,6 +92,7 @@ def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
         "WANDB_DIR": {"root_dir": str(run_dir)},
         "WANDB_CONSOLE": {"console": "off"},
         "WANDB_SILENT": {"silent": True},
+        # In seconds. tracker.py waits 20 s for each of the two.
         "WANDB_INIT_TIMEOUT": {"init_timeout": 20},
         "WANDB_FINISH_TIMEOUT": {"finish_timeout": 15},
     }
@@ -103,5 +107,5 @@ def _run_id(note: Path) -> str:
     """Return wandb's id of the run, which is the same at each start."""
     if not note.exists():
         write_json(note, {"id": uuid.uuid4().hex[:12]})
-    number = os.environ.get("WANDB_RUN_ID")
-    return number or json.loads(note.read_text("utf-8"))["id"]
+    chosen_by_user = os.environ.get("WANDB_RUN_ID")
+    return chosen_by_user or json.loads(note.read_text("utf-8"))["id"]

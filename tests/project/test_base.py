@@ -4,9 +4,11 @@ import contextlib
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,13 +124,33 @@ def test_a_base_is_hashed_once(
     project(*words, "--train.steps", "6")
     assert hashed == [str(base)]
 
+    # A copy with another time is hashed again, once: no rank sends its old entry of the cache.
+    os.utime(base, (1, 1))
+    cache = tmp_path / "run/base.json"
+    sent: list[Any] = []
+
+    def gather(value: Any) -> list[Any]:
+        sent.insert(0, value)
+        return sent
+
+    for rank in (1, 0):
+        group = SimpleNamespace(size=2, is_first=rank == 0, together=contextlib.nullcontext)
+        group.gather, group.broadcast = gather, lambda value: value
+        monkeypatch.setenv("LOCAL_RANK", str(rank))
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+        digest_of = module.digest_of(base, cache, group)
+    monkeypatch.delenv("LOCAL_RANK")
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
+    project(*words, "--train.steps", "6")
+    assert digest_of and hashed == [str(base)] * 2
+
     # Files of other contents, even of the same size, are not taken for it.
     content = bytearray(base.read_bytes())
     content[-1] ^= 1
     base.write_bytes(content)
     problem = project.refuses(*words, "--train.steps", "7")
     assert f"those in {base} are not the ones it was trained with" in problem
-    assert "\n" not in problem and len(hashed) == 2
+    assert "\n" not in problem and len(hashed) == 3
     # `words` are of a new run, too, which would overwrite nothing of this one.
     assert (tmp_path / "run/checkpoints/step_00000006").is_dir()
 
@@ -147,7 +169,7 @@ def test_a_base_may_move(project: Project, runs: Path, tmp_path: Path) -> None:
             ("infer", "--run-dir", run),
         ):
             problem = project.refuses(*words)
-            assert "base.safetensors, which held them, is gone" in problem
+            assert "base.safetensors is gone: give their path" in problem
             assert "--init-from (train) or --base (export, infer)" in problem
             assert "\n" not in problem
         listing = project.module("checkpoint.verify").list_checkpoints(tmp_path / "run")
@@ -402,6 +424,12 @@ def test_a_folder_is_read_by_its_index(project: Project, tmp_path: Path, number:
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert [file.name for file in module.weight_files(tmp_path)] == names
     assert sorted(module.OneFile(tmp_path).forms) == ["a", "b"]
+    # A folder that lacks a named file cannot be a base, which `verify` lists as missing.
+    is_plain_weights = project.module("checkpoint.base").is_plain_weights
+    assert is_plain_weights(tmp_path)
+    (tmp_path / names[-1]).unlink()
+    if number == 2:
+        assert not is_plain_weights(tmp_path)
 
 
 def test_names_of_adapters(project: Project) -> None:

@@ -198,3 +198,11 @@ def test_a_checksum_sees_each_bit_and_each_place(sharded: Project, seed: int, dt
     moved = tensor.clone()
     moved[first], moved[second] = tensor[second], tensor[first]
     assert bool(checksum(moved) == checksum(tensor)) is torch.equal(moved, tensor)
+
+
+@pytest.mark.parametrize("number", [0, 1, 5, 2**40, -(2**63)])
+def test_a_checksum_tells_a_number_from_its_complement(sharded: Project, number: int) -> None:
+    """All bits differ between 0 and -1, which may both stand for "no index"."""
+    checksum = sharded.module("distributed.agreement").checksum
+    ours, theirs = torch.tensor([number]), torch.tensor([~number])
+    assert checksum(ours) != checksum(theirs)

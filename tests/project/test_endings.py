@@ -94,6 +94,12 @@ def test_a_run_finished_before_has_a_true_status(
         status = json.loads(path.read_text())
         assert (status["status"], status["step"]) == ("finished", 3)
         assert "already finished at step 3" in caplog.text
+    # It keeps what the start that trained has recorded of itself, even if that start was killed.
+    path.write_text(json.dumps({**json.loads(before), "status": "running", "step": 0}))
+    project(*words)
+    status, recorded = json.loads(path.read_text()), json.loads(before)
+    for name in ("status", "step", "ranks", "machine", "versions", "source"):
+        assert status[name] == recorded[name], name
     metrics.unlink()
     metrics.mkdir()
     project(*words)

@@ -4,6 +4,7 @@ import errno
 import io
 import itertools
 import json
+import logging
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -154,6 +155,15 @@ def test_a_log_that_cannot_be_written_ends_nothing(project: Project, tmp_path: P
         handler.setStream(open("/dev/full", "w"))  # noqa: SIM115 - the handler closes it
         logs.PACKAGE.warning("lost")
     assert handler not in logs.PACKAGE.handlers
+
+
+def test_a_log_call_that_cannot_be_formatted_ends_nothing(
+    project: Project, capsys: pytest.CaptureFixture[str]
+) -> None:
+    console = project.module("run.logs").Console()
+    record = logging.LogRecord("x", logging.INFO, "own.py", 1, "%d samples", ("many",), None)
+    console.emit(record)
+    assert "%d samples" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("begins", [".nonce-", ".metrics.jsonl"])
@@ -328,7 +338,8 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
     assert os.environ["NCCL_DEBUG"] == "INFO" and os.environ["GLOO_SOCKET_IFNAME"] == "eth7"
     assert os.environ["NCCL_SOCKET_IFNAME"] in ("lo", "lo0")
     assert os.environ["TORCH_FR_BUFFER_SIZE"] == "2000"
-    assert began["timeout"] == timedelta(minutes=40), "a save may take longer than a step"
+    # After 30 minutes of a save, the watchdog waits 2 * 20 for reports. It has to end first.
+    assert began["timeout"] == timedelta(minutes=71), "the watchdog is first"
     seconds = int(os.environ["TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC"])
     assert seconds > began["timeout"].total_seconds(), "the watchdog is first"
     # Nowhere else are any set: what there is, with its reason, can be read in one file.
@@ -344,7 +355,8 @@ def test_hosts_wait_long_but_while_stepping(
     distributed, world = project.module("distributed"), project.module("distributed.world")
     limit = timedelta(seconds=6)
     group = distributed.Group(distributed.World(0, 1, None, False, limit))
-    watchdog = project.module("distributed.watchdog").Watchdog(tmp_path, group)
+    watchdog_module = project.module("distributed.watchdog")
+    watchdog = watchdog_module.Watchdog(tmp_path, group)
     waits: list[timedelta] = []
     agreement = project.module("distributed.agreement")
     reduction = SimpleNamespace(wait=waits.append)
@@ -356,12 +368,22 @@ def test_hosts_wait_long_but_while_stepping(
         group.maximum([0])()
     group.maximum([0])()
     short = waits[1]
-    assert waits == [world.PHASE_LIMIT, short, world.PHASE_LIMIT, short]
+    long = waits[0]
+    assert waits == [long, short, long, short]
     assert limit + timedelta(seconds=30) < short < timedelta(minutes=2)
+    assert world.PHASE_LIMIT + timedelta(seconds=30) < long < timedelta(minutes=40)
+    # The watchdog waits 10 s and twice the longest step for reports, and has to end first.
+    reports = watchdog_module.REPORTING_SECONDS
     for minutes in (0.1, 1, 10, 20, 60):
-        group.step_limit = timedelta(minutes=minutes)
-        group.maximum([0])()
-        assert group.step_limit < waits[-1] <= 3 * max(group.step_limit, timedelta(minutes=1))
+        limit = timedelta(minutes=minutes)
+        group = distributed.Group(distributed.World(0, 1, None, False, limit))
+        for is_phase in (True, False):
+            group.phases = int(is_phase)
+            group.maximum([0])()
+            until_the_verdict = 3 * limit + timedelta(seconds=reports)
+            if is_phase:
+                until_the_verdict += max(world.PHASE_LIMIT - limit, timedelta())
+            assert until_the_verdict < waits[-1] < until_the_verdict + timedelta(minutes=2)
 
 
 @pytest.mark.parametrize(

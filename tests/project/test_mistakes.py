@@ -572,6 +572,27 @@ def test_ranks_name_a_parameter_that_the_last_micro_batch_lacks(edited: tuple[Pa
     told(folder, *command, "--name", "both", "--parallel.find-unused-parameters", code=0)
 
 
+IN_A_METRIC = """
+
+_without_metric = compute_loss
+
+
+def compute_loss(model, batch):
+    loss = _without_metric(model, batch)
+    return loss._replace(metrics={**loss.metrics, "never": model.never.weight.sum() * loss.count})
+"""
+
+
+def test_ranks_may_report_a_metric_of_an_unused_parameter(edited: tuple[Path, str]) -> None:
+    """DDP does not wait for a gradient of what only a metric depends on."""
+    without_bias = UNUSED.replace("nn.Linear(2, 2)", "nn.Linear(2, 2, bias=False)")
+    folder, _, _ = edit(edited, without_bias + IN_A_METRIC)
+    command = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "3")
+    lines = told(folder, *command, "--name", "metric", code=2)
+    assert any("the loss does not depend on never.weight" in line for line in lines), lines
+    told(folder, *command, "--name", "unused", "--parallel.find-unused-parameters", code=0)
+
+
 IN_ORDER_OF_RANK = """
 
 import os

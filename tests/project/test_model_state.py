@@ -120,6 +120,14 @@ def test_parts_in_evaluation_mode_stay_so(
                 assert training == (not name.startswith("blocks.0")), name
         assert "modules kept in evaluation mode by model.py: blocks.0\n" in caplog.text
 
+    class Stubborn(nn.Sequential):
+        def train(self, mode: bool = True) -> "Stubborn":
+            return super().train(False)
+
+    caplog.clear()
+    changed.project.module("run.model_state").begin_training(Stubborn(nn.Dropout()))
+    assert "model.py keeps the whole model in evaluation mode" in caplog.text
+
     changed.modes.clear()
     changed.run(lambda model: model.eval(), tmp_path / "whole")
     assert all(all(modes.values()) for modes in changed.modes)

@@ -211,6 +211,25 @@ class OfAList(nn.Module):
         return torch.stack(xs, 1).sum(1)
 
 
+class MaskedAfterTargets(nn.Module):
+    """An optional target stands between the inputs, as in some models of transformers."""
+
+    def forward(
+        self, x: Tensor, labels: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Use the mask."""
+        assert mask is not None and labels is None
+        return x * mask
+
+
+def test_what_follows_a_target_is_passed_by_name(text: Project) -> None:
+    sort_arguments = text.module("program").sort_arguments
+    x, labels, mask = torch.randn(2), torch.ones(2), torch.zeros(2)
+    call = sort_arguments(MaskedAfterTargets(), (x, labels, mask), {})
+    assert len(call.arguments) == 1 and list(call.by_name) == ["mask"]
+    torch.testing.assert_close(MaskedAfterTargets()(*call.arguments, **call.by_name), x * mask)
+
+
 def test_a_program_takes_what_the_loss_gives_the_model(text: Project) -> None:
     """By name and by position, in lists; without the targets, with its settings fixed."""
     program = text.module("program")

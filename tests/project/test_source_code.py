@@ -65,3 +65,8 @@ def test_a_run_says_which_code_it_was_started_with(git_env: None, tmp_path: Path
         second = source_of(project, "other_file")
         digests = {each["changed"] for each in (changed, first, second)}
         assert len(digests) == 3
+
+        # What cannot be read counts by its name; root can read everything but this.
+        new_file.unlink()
+        new_file.symlink_to("/proc/self/mem")
+        assert source_of(project, "unreadable")["commit"] == commit

@@ -69,6 +69,78 @@ def test_the_save_that_meets_a_failed_one_still_begins(
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
 
 
+def test_a_failed_save_that_training_waited_for_is_counted(
+    project: Project, tmp_path: Path
+) -> None:
+    """Not the wait of the save before it."""
+    config = project.config(device="cpu", run_dir=tmp_path)
+    state = project.module("train").setup(config)
+    group = project.module("distributed").Group(state.world)
+    writer_file = project.module("checkpoint.writer")
+    writer = writer_file.Writer(config.checkpoint, group, state.model, state.world.device)
+    error = project.module("checkpoint").CheckpointError
+
+    def fail_later(step: int, facts: object) -> None:
+        writer_file.time.sleep(0.3)
+        raise error("no space left")
+
+    writer.waited = 4.0
+    writer.begin({}, fail_later, 1, {})
+    with pytest.raises(error, match="no space left"):
+        writer.settle()
+    assert 0.1 < writer.waited < 4
+    # The error was reported, and the next call finds no save.
+    writer.settle()
+    writer.close()
+    state.loader.close()
+
+
+def test_after_an_error_a_store_that_is_taken_over_is_a_warning(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The error that ended the run is the one that is raised."""
+    state = project.module("train").setup(project.config(device="cpu", run_dir=tmp_path))
+    group = project.module("distributed").Group(state.world)
+    checkpointer = project.module("resume").resume(state, tmp_path, group)
+
+    def taken_over(step: int, *arguments: object) -> None:
+        raise project.module("errors").UserError("another run has taken over")
+
+    monkeypatch.setattr(checkpointer.publisher, "publish", taken_over)
+    with pytest.raises(ZeroDivisionError), checkpointer:
+        checkpointer.save(1)
+        raise ZeroDivisionError
+    state.loader.close()
+    assert "another run has taken over" in caplog.text
+
+
+def test_an_interrupt_while_dcp_works_stays_one(project: Project) -> None:
+    """DCP catches it, too, and raises its own exception on all ranks."""
+    from torch.distributed.checkpoint import CheckpointException
+
+    failures_of = project.module("checkpoint.dcp").failures_of
+    error = CheckpointException("read", {0: (KeyboardInterrupt("Ctrl-C"), None)})
+    with pytest.raises(KeyboardInterrupt, match="Ctrl-C"):
+        failures_of(error)
+    error = CheckpointException("read", {1: (OSError("no disk"), None)})
+    assert failures_of(error) == "rank 1: OSError: no disk"
+
+
+def test_each_name_of_a_tied_weight_is_copied_in_the_background(project: Project) -> None:
+    """Only registered buffers are copied at once."""
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    model.tied = model[0]
+    buffers = project.module("checkpoint.staging").HostBuffers(model, torch.device("cpu"))
+    tensors = {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    buffers.copy(tensors)
+    assert len(tensors) == 9
+    # The weights and biases of three names; the three buffers of batch norm are not among them.
+    assert len(buffers.to_copy) == 6
+
+
 def test_host_buffers_are_named_apart(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -462,7 +462,9 @@ def test_a_save_costs_what_slower_steps_lose(
     monkeypatch.setattr(drill, "train_step", train_step)
     loader = SimpleNamespace(next=lambda: None)
     state = SimpleNamespace(step=0, loader=loader, world=SimpleNamespace(device=None))
-    group = SimpleNamespace(gather=lambda value: [value, value + 2])
+    group = SimpleNamespace(
+        gather=lambda value: [value], broadcast=lambda values: [*values, values[0] + 2]
+    )
     times = drill.save_and_restore(state, checkpointer, group)
     assert times.blocked.tolist() == [0.25] * 5
     assert times.published.tolist() == [5.25] * 5

@@ -529,14 +529,14 @@ def test_a_report_shows_samples_over_time(
         (
             "metrics.jsonl",
             b'{"step": 1, "lo\n{"step": 2, "loss": 2.0}\n',
-            "1 damaged lines are left out",
+            "1 damaged line left out",
         ),
         (
             "metrics.jsonl",
             b'{"step": 1, "loss": 2.0}\n\xff\xfe\n7\n{}\n\n',
-            "4 damaged lines are left out",
+            "4 damaged lines left out",
         ),
-        ("metrics.jsonl", b"\x00" * 50 + b"\n", "1 damaged lines are left out"),
+        ("metrics.jsonl", b"\x00" * 50 + b"\n", "1 damaged line left out"),
         ("workflow/profile.json", b"\xff", "is damaged"),
     ],
 )

@@ -4,17 +4,18 @@ Under torchrun there is a process group; a plain process is one rank without a g
 """
 
 import contextlib
-import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError, UserError
+from ..loss import LossSum
 from .agreement import LOADED, checksum_of_all
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
@@ -62,7 +63,8 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 class DdpModule(nn.Module):
     """The module that DDP wraps: calls the model, or a function of the model.
 
-    So `compute_loss` gets the user's model instead of DDP's wrapper, and may call it several times.
+    So `compute_loss` gets the user's model instead of DDP's wrapper, and may call the model several
+    times.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,6 +74,7 @@ class DdpModule(nn.Module):
         self.trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
         # The parameters that the last watched backward has reached.
         self.reached: set[torch.Tensor] = set()
+        # Whether the hooks that fill `reached` are registered.
         self.is_watched = False
 
     def watch_next_backward(self) -> None:
@@ -80,11 +83,19 @@ class DdpModule(nn.Module):
             self.is_watched = True
             for _, parameter in self.trained:
                 parameter.register_post_accumulate_grad_hook(self.reached.add)
+        # The hooks run in every backward, so drop the parameters of earlier ones.
         self.reached.clear()
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
-        """Return `function(model, *given)`."""
-        return function(self.model, *given)
+        """Return `function(model, *given)`; without a function, `model(*given)`."""
+        result = function(self.model, *given)
+        if isinstance(result, LossSum):
+            # A metric may depend on a parameter that the loss does not depend on. It has to be
+            # detached: with --parallel.find-unused-parameters, DDP would wait for the gradient of
+            # that parameter, and not reduce the others in its bucket.
+            metrics = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result.metrics)
+            return result._replace(metrics=metrics)
+        return result
 
 
 def wrap(
@@ -94,7 +105,10 @@ def wrap(
     world: World,
     compute_dtype: torch.dtype,
 ) -> nn.Module:
-    """Move the model to its device and wrap it; return the module to call."""
+    """Move the model to its device and wrap it; return the module to call.
+
+    Only a sharded model would need `blocks` and `compute_dtype`.
+    """
     model.to(world.device)
     if not world.distributed:
         return model
@@ -108,17 +122,19 @@ def wrap(
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    # `agree_on_buffers` synchronizes buffers once per step instead of at each forward.
+    # `agree_on_buffers` synchronizes buffers once per step instead of at each forward. Given to the
+    # constructor, False would also keep DDP from copying rank 0's buffers at the start.
     module.broadcast_buffers = False
     return module
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Run a `step` without effect if the first real step would sum gradients in another order.
+    """Run `step`, which updates nothing, if DDP sums the gradients of its first step differently.
 
-    After its first backward, DDP rebuilds its buckets. With three or more ranks, the position in a
-    bucket determines the order of summation. Without the extra step, the first step after a resume
-    would differ in its bits from the same step of an uninterrupted run.
+    After its first backward, DDP rebuilds its buckets. With three or more ranks, the position of a
+    gradient in its bucket determines the order in which ranks are summed. Without the extra step,
+    the first step after a resume would differ in its bits from the same step of an uninterrupted
+    run.
     """
     # With --parallel.find-unused-parameters DDP does not rebuild its buckets.
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
@@ -133,21 +149,9 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
     if state.compute_dtype != torch.float32:
         autocast = torch.autocast(state.world.device.type, state.compute_dtype)
     with autocast:
-        if not isinstance(state.module, DistributedDataParallel):
-            return compute_loss(state.module, batch)
-        try:
+        if isinstance(state.module, DistributedDataParallel):
             return state.module(batch, function=compute_loss)
-        except RuntimeError as error:
-            # DDP notices a parameter without gradient only at the next forward, and reports its
-            # index instead of its name.
-            unused = re.search(r"not receive grad for rank \d+: (\d+)", str(error))
-            if not unused:
-                raise
-    trained = [name for name, p in state.model.named_parameters() if p.requires_grad]
-    raise UserError(
-        f"the loss of the last step did not depend on {trained[int(unused[1])]}: remove or freeze "
-        "such parameters, or add --parallel.find-unused-parameters"
-    )
+        return compute_loss(state.module, batch)
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
@@ -158,7 +162,8 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     if not last:
         return module.no_sync()
     if len(state.plan) > 1 and not module.find_unused_parameters:
-        # Then a gradient may be there already, from an earlier micro-batch.
+        # Earlier micro-batches have set `.grad`, so `.grad` does not tell `require_gradients` which
+        # parameters the last backward has reached.
         module.module.watch_next_backward()
     return contextlib.nullcontext()
 
@@ -166,22 +171,22 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
 def require_gradients(state: "State") -> None:
     """Raise UserError for a parameter that the step's last backward has not reached on this rank.
 
-    DDP would not reduce its gradient. On other ranks, it would wait for it, and mistake this rank's
-    next collective for it.
+    Without that gradient, DDP does not start the all-reduce of its bucket on this rank. Other ranks
+    would wait in this all-reduce, and pair it with the next collective of this rank.
     """
     module = state.module
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
         return
     inner = module.module
     for name, parameter in inner.trained:
-        loss = ""
+        which_loss = ""
         if parameter.grad is None:
-            loss = "the loss"
+            which_loss = "the loss"
         elif len(state.plan) > 1 and parameter not in inner.reached:
-            loss = "the loss of the last micro-batch"
-        if loss:
+            which_loss = "the loss of the last micro-batch"
+        if which_loss:
             raise UserError(
-                f"{loss} does not depend on {name}: remove or freeze "
+                f"{which_loss} does not depend on {name}: remove or freeze "
                 "such parameters, or add --parallel.find-unused-parameters"
             )
 
@@ -192,7 +197,7 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `tensor` with `part` as this rank's shard, which is the whole tensor."""
+    """Return `part`, since this rank's shard is the whole tensor."""
     return part
 
 
@@ -207,7 +212,7 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many ranks hold this rank's shard of a tensor, and its index among them."""
+    """Return how many ranks hold a tensor (all of them), and this rank's index among them."""
     return size, rank
 
 
@@ -229,7 +234,8 @@ def divide_work(
 ) -> list[torch.Tensor]:
     """Apply `work` to matrices that all ranks hold, each matrix on one rank; collective.
 
-    That rank broadcasts the result. All broadcasts run at the same time.
+    That rank broadcasts the result. All broadcasts run at the same time. `like` is only needed for
+    sharded parameters.
     """
     if not dist.is_initialized():
         return work(matrices)
@@ -237,6 +243,7 @@ def divide_work(
     # Deal the matrices to the ranks by decreasing size, which balances the work.
     by_size = sorted(range(len(matrices)), key=lambda index: -matrices[index].numel())
     mine = by_size[dist.get_rank() :: ranks]
+    # A broadcast needs contiguous tensors.
     results = [torch.empty_like(m, memory_format=torch.contiguous_format) for m in matrices]
     for index, result in zip(mine, work([matrices[index] for index in mine]), strict=True):
         results[index].copy_(result)

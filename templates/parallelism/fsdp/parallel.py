@@ -82,9 +82,9 @@ def reshards_after_forward(config: ParallelConfig) -> bool:
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
     """Build the model with values on rank 0, and on `meta` on the other ranks; collective.
 
-    So only rank 0 ever holds the whole model; `wrap` fills the others. A rank that cannot build it
-    on `meta` builds it with values, and a warning is logged. If the model cannot be built at all,
-    the error ends that rank's process, and so the run.
+    So only rank 0 ever holds the whole model; `wrap` fills the tensors of the other ranks. A rank
+    that cannot build the model on `meta` builds it with values, and a warning is logged. If the
+    model cannot be built at all, the error ends that rank's process, and so the run.
     """
     if world.size == 1:
         return make()
@@ -100,12 +100,12 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
             model = make()
     problems = [""] * world.size
     dist.all_gather_object(problems, problem)
-    found = [text for text in problems if text]
-    if world.rank == 0 and found:
+    failures = [text for text in problems if text]
+    if world.rank == 0 and failures:
         text = "each rank builds the whole model, since it cannot be built on torch's `meta`: %s"
-        log.warning(text, found[0])
-    # Only rank 0 has drawn the model's random numbers. Copy its generator states, so that all ranks
-    # draw the same numbers from here on.
+        log.warning(text, failures[0])
+    # Only rank 0 has drawn the model's random numbers. Send its generator states to all ranks, so
+    # that they draw the same numbers from here on.
     states: list[Any] = [random_states()]
     dist.broadcast_object_list(states, src=0)
     set_random_states(states[0])
@@ -117,6 +117,7 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
     Random generators are restored afterwards, in case the model must be built with values.
     """
+    # The tensors that may be on `meta`: first those from before, then also the model's own.
     known = {id(tensor) for tensor in meta_tensors()}
     states = random_states()
     try:
@@ -127,7 +128,7 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not can_be_filled(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        # A view keeps its base tensor alive, too. Other tensors have None.
+        # If the tensor is a view, it keeps its base alive, too; otherwise `_base` is None.
         known |= {id(tensor), id(tensor._base)}
     # Only parameters and buffers get memory and values. Any other tensor, such as one in a list,
     # would stay on `meta`.
@@ -155,7 +156,7 @@ def wrap(
     check_ranks(config, world.size)
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
-        # Gradients are summed in float32. The default differs between releases of torch.
+        # Sum gradients in float32 with every release of torch, whose defaults differ.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = build_mesh(config, world)
     units = units_of(model, blocks)
@@ -169,20 +170,21 @@ def wrap(
             "return its layers, as in [*model.layers]"
         )
 
+    # Weak references, to find out at the end whether anything still uses a replaced tensor.
     originals = references(model)
     buffers: dict[torch.Tensor, torch.Tensor] = {}
     for unit in [*units, model]:
         move_to_device(unit, world, buffers)
         attributes = {name: dict(vars(p)) for name, p in unit.named_parameters()}
         reshard = config.reshard_after_forward
-        # Parameters outside the blocks are needed again right away in backward. With
+        # Parameters outside the blocks are needed again as soon as backward begins. With
         # `reshard_after_forward=None`, FSDP keeps those of the outermost module gathered.
         if unit is model:
             reshard = None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for name, parameter in unit.named_parameters():
             keep_attributes(attributes[name], parameter)
-    # `check_replaced` looks for what still refers to the old tensors, as this dictionary does.
+    # This dictionary refers to old tensors, and `check_replaced` must find no such reference.
     buffers.clear()
     check_replaced(originals)
     return model
@@ -190,6 +192,7 @@ def wrap(
 
 def units_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the blocks that have parameters, each once, with inner blocks before outer ones."""
+    # `wrap` shards the model itself at the end.
     with_parameters = {block for block in blocks if [*block.parameters()]} - {model}
     units_at_depth: dict[int, list[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -209,7 +212,8 @@ def move_to_device(
     Collective. Tied tensors stay tied. `buffers` maps buffers moved with earlier units to their
     replacements.
     """
-    # A replacement maps to itself: a module inside two units is visited twice, and keeps it.
+    # Replacements also map to themselves: a module inside two units is visited twice, and the
+    # second visit must not replace its tensors again.
     parameters: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
         for name, parameter in named_tensors(submodule, "_parameters"):
@@ -251,7 +255,7 @@ def copies_of_the_model(config: ParallelConfig) -> int:
     """Return the number of copies of the model: --parallel.replicate, or one per machine."""
     if config.replicate:
         return config.replicate
-    # Each machine runs its own torchrun, so this is the number of machines.
+    # GROUP_WORLD_SIZE is the number of torchruns, and each machine runs one.
     return int(os.environ.get("GROUP_WORLD_SIZE", "1"))
 
 
@@ -289,14 +293,14 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Set whether the backward of this micro-batch reduces gradients: that of the last, or of each.
+    """Let FSDP reduce gradients in this backward if it is the step's last, or with `reduce_each`.
 
-    The context that is returned does nothing.
+    This sets flags in the modules, so the returned context does nothing.
     """
     if isinstance(state.module, FSDPModule):
         reduce_each = state.config.parallel.reduce_each
         state.module.set_requires_gradient_sync(last or reduce_each)
-        if last:
+        if last or reduce_each:
             in_bf16 = state.compute_dtype != torch.float32
             adds_up_in_float32 = in_bf16 and len(state.plan) > 1 and not reduce_each
             count_unused_as_zeros(state.module, not adds_up_in_float32)
@@ -304,12 +308,12 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
 
 
 def count_unused_as_zeros(module: FSDPModule, zeros: bool) -> None:
-    """Let FSDP count a gradient that only some ranks have as zeros on the others.
+    """Set whether FSDP counts a gradient that is missing on this rank as zeros.
 
-    A rank can leave a parameter unused that another one uses, such as an expert. Otherwise FSDP
-    leaves it out on this rank only, and sums gradients of different parameters. It cannot be done
-    when bf16 gradients of several micro-batches are added up in float32, since torch's zeros have
-    the dtype of the weights; nor before torch 2.13.
+    Ranks may use different parameters, such as experts. Without zeros, a rank leaves the missing
+    gradient out, and FSDP sums gradients of different parameters. Zeros need torch 2.13. They do
+    not work when bf16 gradients of several micro-batches are added up in float32, since torch makes
+    the zeros in bf16.
     """
     sharded: Any = module
     if hasattr(sharded, "set_reduce_scatter_unused_params"):
@@ -341,18 +345,19 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Shard a full `source`, which all ranks hold, like `target`."""
     if not isinstance(target, DTensor):
         return source
-    # No source rank: nothing must be sent, since all ranks hold the whole tensor.
+    # Without a source rank torch sends nothing: all ranks hold the whole tensor already.
     return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many ranks hold this rank's shard of a tensor, and its index among them."""
+    """Return how many ranks hold the same shard as this rank, and this rank's index among them."""
     if not isinstance(tensor, DTensor):
         return size, rank
     count = 1
     index = 0
     mesh = tensor.device_mesh
-    # Along an axis of the mesh a tensor is either replicated or sharded.
+    # Along an axis of the mesh a tensor is either replicated or sharded. A rank outside of the mesh
+    # would have no coordinate, but all ranks are in it.
     axes = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
     for length, coordinate, placement in axes:
         if placement.is_replicate():
@@ -377,8 +382,9 @@ def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """Compute the 2-norm of all gradients: a scalar on the device, the same on every rank."""
-    # Without `foreach` it would process DTensors one by one.
-    norm = torch.nn.utils.get_total_norm(gradients, foreach=world.distributed or None)
+    # By default (None) torch uses `foreach` for plain tensors, but processes DTensors one by one.
+    foreach = True if world.distributed else None
+    norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
@@ -391,7 +397,7 @@ def divide_work(
 
     `matrices` are this rank's rows, sharded like the tensors in `like`. Each matrix is gathered on
     one rank, which applies `work` and sends the others their rows. So a rank holds one whole matrix
-    at a time, and no work is repeated.
+    at a time, and no work is repeated within a copy of the model.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)
@@ -407,7 +413,8 @@ def divide_work(
         # Rank i works on the i-th matrix of the round; in the last round some ranks have none.
         indices = by_size[first : first + ranks]
         has_matrix = rank < len(indices)
-        sent = torch.cat([matrices[index].flatten() for index in indices])
+        rows = torch.cat([matrices[index].flatten() for index in indices])
+        # The number of elements to send to each rank, and to receive from each rank.
         to_send = [matrices[index].numel() for index in indices]
         to_send += [0] * (ranks - len(indices))
         to_receive = [0] * ranks
@@ -416,11 +423,13 @@ def divide_work(
             # FSDP shards rows like `chunk`, so the last ranks may have none.
             shards = torch.empty(shape, device="meta").chunk(ranks)
             to_receive[: len(shards)] = [shard.numel() for shard in shards]
-        received = sent.new_empty(sum(to_receive))
-        dist.all_to_all_single(received, sent, to_receive, to_send, group)
+        flat_matrix = rows.new_empty(sum(to_receive))
+        dist.all_to_all_single(flat_matrix, rows, to_receive, to_send, group)
         if has_matrix:
-            received = work([received.view(shape)])[0].flatten()
-        dist.all_to_all_single(sent, received, to_send, to_receive, group)
-        for index, result in zip(indices, sent.split(to_send), strict=False):
+            flat_matrix = work([flat_matrix.view(shape)])[0].flatten()
+        # The same transfer backwards: the rows of the results overwrite the rows that were sent.
+        dist.all_to_all_single(rows, flat_matrix, to_send, to_receive, group)
+        # Not strict: ranks without a matrix have an entry in `to_send`, but none in `indices`.
+        for index, result in zip(indices, rows.split(to_send), strict=False):
             results[index] = result.view_as(matrices[index])
     return results

@@ -12,18 +12,22 @@ from ..errors import UserError
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is plain: not a subclass, not sparse and not sharded."""
+    """Tell whether a tensor is plain: dense, and neither sharded nor of another class.
+
+    `filled` (parallel.py) can only copy such tensors.
+    """
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
-    """Return a module's own "_parameters" or "_buffers", by name."""
+    """Return a module's own "_parameters" or "_buffers" (`kind`) with their names."""
     return [(name, value) for name, value in getattr(module, kind).items() if value is not None]
 
 
 def check_batch_norm(model: nn.Module) -> None:
     """Raise UserError for a batch norm that FSDP cannot train on a GPU in half precision."""
-    # FSDP casts its weights, but not its statistics, and the GPU's kernels need one dtype for both.
+    # FSDP casts the weights of these norms, but not their statistics. Their GPU kernels need one
+    # dtype for both.
     for name, module in model.named_modules():
         if not isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
             continue
@@ -36,7 +40,7 @@ def check_batch_norm(model: nn.Module) -> None:
 
 
 def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
-    """Raise UserError for parameters that FSDP cannot shard, or would train differently.
+    """Raise UserError for parameters that FSDP cannot shard, or would train differently from DDP.
 
     `units` are the modules that are sharded separately; the rest of the model is the last unit.
     """
@@ -64,8 +68,8 @@ def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
                         "that contains both"
                     )
                 # The trained parameters of a unit must have one dtype; frozen ones may have any.
-                same_dtype = unit if p.requires_grad else p
-                other, dtype = dtypes.setdefault(same_dtype, (name, p.dtype))
+                key = unit if p.requires_grad else p
+                other, dtype = dtypes.setdefault(key, (name, p.dtype))
                 if p.dtype != dtype:
                     raise UserError(
                         f"FSDP needs one dtype in a block, but {name} is {p.dtype} and {other} is "
@@ -89,11 +93,12 @@ def check_memory(model: nn.Module) -> None:
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if can_be_filled(tensor):
+            # All views of a storage have the same `_cdata`.
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     for held in by_storage.values():
         for (name, one), (other, two) in itertools.combinations(held, 2):
-            either_is_trained = isinstance(one, nn.Parameter) or isinstance(two, nn.Parameter)
-            if either_is_trained and overlap(one, two):
+            any_parameter = isinstance(one, nn.Parameter) or isinstance(two, nn.Parameter)
+            if any_parameter and overlap(one, two):
                 raise UserError(
                     f"FSDP would separate {name} and {other}, which share memory: make them one "
                     "parameter, or compute one of them in forward"
@@ -103,6 +108,7 @@ def check_memory(model: nn.Module) -> None:
 def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
     """Tell whether two views of one storage share an element."""
     if one.dtype != two.dtype:
+        # Offsets count elements, so they cannot be compared. Assume an overlap.
         return True
     start_of_one, end_of_one = extent(one)
     start_of_two, end_of_two = extent(two)
@@ -134,12 +140,13 @@ def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
 def check_replaced(originals: dict[str, weakref.ref[torch.Tensor]]) -> None:
     """Raise UserError for a replaced tensor that is still referenced somewhere.
 
-    That code would keep using a weight that is not trained.
+    The code with that reference would keep using a weight that is not trained.
     """
+    # Free tensors that only reference cycles keep alive.
     gc.collect()
-    left = [name for name, original in originals.items() if original() is not None]
-    if left:
+    still_alive = [name for name, original in originals.items() if original() is not None]
+    if still_alive:
         raise UserError(
-            f"FSDP replaces parameters and buffers, but {left[0]} is referenced outside its "
+            f"FSDP replaces parameters and buffers, but {still_alive[0]} is referenced outside its "
             "module, as in a list, an object or a function: reference the module instead"
         )

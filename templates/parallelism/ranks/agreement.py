@@ -1,9 +1,9 @@
 """Let ranks share host values and errors, and agree on running buffers.
 
 If one rank fails inside a `Group.together` block, its error is raised on all ranks. If it fails
-anywhere else, its process ends (errors.py). The others wait in their next collective until that
-fails because the connection is gone, torchrun stops them, or the watchdog ends the run. So what may
-fail on one rank, and all ranks should report, belongs into such a block.
+anywhere else, its process ends (errors.py). The others then wait in their next collective, until it
+fails since the connection is gone, or until torchrun or the watchdog ends them. So put work that
+may fail on one rank into such a block if all ranks should report the error.
 """
 
 import contextlib
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 
 from ..errors import RankError, UserError
 from ..files import fingerprint, naming, open_to_write
-from .world import PHASE_LIMIT, World
+from .world import PHASE_LIMIT, World, timeout_of_collectives
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+# What the error message of `compare_loaded` (parallel.py) names as different.
 LOADED = "the checksum of the loaded tensors (if it differs, a disk or memory is faulty)"
 # Steps between the checks of `agree_on_buffers` for buffers that have begun to differ.
 LOOK_EVERY = 50
@@ -54,23 +55,23 @@ class Group:
         # The first rank does the work that exactly one rank does.
         self.is_first = self.rank == 0
         self.step_limit = world.step_limit if world else PHASE_LIMIT
-        self.phase_limit = max(PHASE_LIMIT, 2 * self.step_limit)
+        self.timeout = timeout_of_collectives(self.step_limit)
         # The number of open phases. At first it is the start-up, which the watchdog ends after
         # the first step.
         self.phases = 1
         # The end of the last phase, and of the last exchange (time.monotonic()).
         self.resumed = 0.0
         self.exchanged = 0.0
-        # Waits for the current exchange, and returns its result.
+        # Waits for the current exchange, and returns its result; None before the first exchange.
         self.wait_for_exchange: Callable[[], list[float]] | None = None
         # The ranks' current activity, for the message after a stop signal.
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
             # A separate process group never waits behind the device's collectives.
-            self.process_group = dist.new_group(backend="gloo", timeout=self.phase_limit)
-            # new_group has no barrier. Without one, rank 0 could exit too early, and its store
-            # with it.
+            self.process_group = dist.new_group(backend="gloo", timeout=self.timeout)
+            # new_group has no barrier. Without one, rank 0 could exit, and with it the store that
+            # it may serve, while other ranks still connect.
             dist.barrier(self.process_group)
 
     def end_start_up(self) -> None:
@@ -86,17 +87,20 @@ class Group:
     def printing_to(self, file: TextIO, handler: Any) -> Iterator[None]:
         """Redirect this rank's stdout and stderr to `file`; `handler` still logs to the console."""
         # Redirect the descriptors, to include output of C libraries and the stacks of a crash.
-        with open(os.dup(1), "wb") as out, open(os.dup(2), "w", encoding="utf-8") as err:
+        with open(os.dup(1), "wb") as old_out, open(os.dup(2), "w", encoding="utf-8") as old_err:
             _print_to(file.fileno(), file.fileno())
-            handler.stream = self.console = err
+            handler.stream = self.console = old_err
             try:
                 yield
             finally:
-                _print_to(out.fileno(), err.fileno())
+                _print_to(old_out.fileno(), old_err.fileno())
                 handler.stream = self.console = None
 
     def say(self, text: str) -> None:
-        """Print to the console and to a redirected stderr, without taking logging's lock."""
+        """Print to the console and to a redirected stderr.
+
+        Unlike a log call, this does not take logging's lock, which a hanging thread may hold.
+        """
         for file in (self.console, sys.stderr):
             if file is None:
                 continue
@@ -106,7 +110,7 @@ class Group:
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Give the block, such as a save, PHASE_LIMIT as its time limit, or a longer step limit."""
+        """Set the time limit of a block, such as a save: PHASE_LIMIT, or a longer step limit."""
         self.phases += 1
         self.doing = doing
         try:
@@ -177,8 +181,10 @@ class Group:
         return bool(flags.item())
 
     def _raise_on_all(self, error: Exception | None) -> NoReturn:
-        """Raise the errors that some ranks have on all ranks; collective."""
-        failures = self.broadcast(self.gather(_as_sent(error)))
+        """Raise, on all ranks, the errors that some of them have; collective."""
+        gathered = self.gather(_as_sent(error))
+        # Each rank's error, or None.
+        failures = self.broadcast(gathered)
         for failure in failures:
             if isinstance(failure, UserError):
                 raise failure from error
@@ -189,9 +195,9 @@ class Group:
         nonce = folder / f".nonce-{self.broadcast(uuid.uuid4().hex)}"
         with self.together():
             if self.is_first:
-                # An earlier start that was killed may have left one.
-                for left in folder.glob(".nonce-*"):
-                    left.unlink()
+                # An earlier start that was killed may have left its file.
+                for outdated in folder.glob(".nonce-*"):
+                    outdated.unlink()
                 with naming(nonce), open_to_write(nonce) as file:
                     file.write("shared\n")
         with self.together():
@@ -212,20 +218,22 @@ class Group:
         """Send `flags`; return the maxima over the ranks of those sent at the previous call.
 
         All ranks get the same result, and a rank waits only for one that is a whole call behind.
-        But the first call waits for all, and returns what they have just sent.
+        But the first call waits for all ranks, and returns the maxima of the flags just sent.
         """
         if self.process_group is None:
             return flags
         if self.wait_for_exchange is None:
+            # The first call sends its flags twice: here for its own result, and below for that of
+            # the second call.
             self.wait_for_exchange = self.maximum(flags)
-        agreed = self.wait_for_exchange()
+        maxima = self.wait_for_exchange()
         # All ranks have made the previous call, so the run makes progress.
         self.exchanged = time.monotonic()
         self.wait_for_exchange = self.maximum(flags)
-        return [int(flag) for flag in agreed]
+        return [int(flag) for flag in maxima]
 
     def settle(self) -> None:
-        """Wait for the current exchange, since no collective may be unfinished at the end."""
+        """Wait for the current exchange, since a run must not end with an unfinished collective."""
         if self.wait_for_exchange:
             self.wait_for_exchange()
 
@@ -238,7 +246,10 @@ class Group:
         def wait() -> list[float]:
             # The watchdog ends the run earlier and names the rank that hangs. This limit is only
             # reached if the watchdog hangs, too, for example on a network disk that is gone.
-            limit = self.phase_limit if self.phases else 2 * self.step_limit + timedelta(minutes=1)
+            limit = self.timeout
+            if not self.phases:
+                # The watchdog waits for the limit of a step, then for twice the longest step.
+                limit = 3 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
             except RuntimeError as error:
@@ -256,7 +267,7 @@ def _require_outside(name: str) -> None:
 
 
 def _as_sent(error: Exception | None) -> Exception | None:
-    """Return an error to send: only its message, since not every error can be pickled."""
+    """Return an error with only the message of this one, since not every error can be pickled."""
     if error is None:
         return None
     if isinstance(error, UserError):
@@ -274,17 +285,18 @@ def _in_one_line(failures: Sequence[Exception | None]) -> str:
         if failure is not None:
             first_rank.setdefault(str(failure), rank)
     texts = [f"rank {rank}: {text}" for text, rank in first_rank.items()]
-    if len(texts) > 4:
-        texts[4:] = [f"and {len(texts) - 4} more"]
+    more = len(texts) - 4
+    if more > 0:
+        texts = [*texts[:4], f"and {more} more"]
     return "; ".join(texts)
 
 
 def _print_to(out: int, err: int) -> None:
     """Redirect this process's stdout and stderr to these descriptors."""
-    for number, target, stream in ((1, out, sys.stdout), (2, err, sys.stderr)):
+    for descriptor, target, stream in ((1, out, sys.stdout), (2, err, sys.stderr)):
         with contextlib.suppress(OSError):
             stream.flush()
-        os.dup2(target, number)
+        os.dup2(target, descriptor)
 
 
 def agree_on_buffers(running: Any, step: int, world: World) -> None:
@@ -301,34 +313,36 @@ def agree_on_buffers(running: Any, step: int, world: World) -> None:
     if running.differing is None or step % LOOK_EVERY == 0:
         known = running.differing or set()
         running.differing = known | _differing(tensors)
-    fractional: list[Tensor] = []
-    others: list[Tensor] = []
+    # Floating-point buffers get the mean over the ranks, others (counts, flags) rank 0's value.
+    to_average: list[Tensor] = []
+    to_copy: list[Tensor] = []
     for index in sorted(running.differing):
         tensor = tensors[index]
         if tensor.is_complex():
+            # The view shares the memory of the buffer.
             tensor = torch.view_as_real(tensor)
         if tensor.is_floating_point():
-            fractional.append(tensor)
+            to_average.append(tensor)
         else:
-            others.append(tensor)
-    if fractional:
-        # Average over the ranks, in float64 so that the order of summation hardly matters.
-        values = torch.cat([tensor.flatten().to(torch.float64) for tensor in fractional])
+            to_copy.append(tensor)
+    if to_average:
+        # Sum in float64, so that the order of summation hardly matters.
+        values = torch.cat([tensor.flatten().to(torch.float64) for tensor in to_average])
         dist.all_reduce(values)
-        _scatter(values / world.size, fractional)
-    if others:
-        # Use rank 0's counts and flags: the other ranks add zeros.
-        values = torch.cat([tensor.flatten().to(torch.int64) for tensor in others])
+        _scatter(values / world.size, to_average)
+    if to_copy:
+        # The sum over the ranks has rank 0's values, since the other ranks add zeros.
+        values = torch.cat([tensor.flatten().to(torch.int64) for tensor in to_copy])
         if world.rank != 0:
             values.zero_()
         dist.all_reduce(values)
-        _scatter(values, others)
+        _scatter(values, to_copy)
 
 
 def _differing(tensors: list[Tensor]) -> set[int]:
     """Return the indices of tensors whose bytes differ between ranks; collective."""
     sums = torch.stack([checksum(tensor) for tensor in tensors])
-    # The maximum of the negative sums is the negative minimum.
+    # One MAX finds both extremes: the maximum of the negated sums is the negated minimum.
     extremes = torch.cat([sums, -sums])
     dist.all_reduce(extremes, dist.ReduceOp.MAX)
     highest, negative_lowest = extremes.chunk(2)
@@ -336,7 +350,7 @@ def _differing(tensors: list[Tensor]) -> set[int]:
 
 
 def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy consecutive values into tensors, converted to their dtypes."""
+    """Copy consecutive parts of `values` into the tensors, in their dtypes (no collective)."""
     sizes = [tensor.numel() for tensor in tensors]
     for tensor, part in zip(tensors, values.split(sizes), strict=True):
         tensor.copy_(part.view_as(tensor))
@@ -383,20 +397,22 @@ def require_same_optimizer(
 
 
 def _require_same_order(entries: list[str], world: World, problem: str, advice: str) -> None:
-    """Raise UserError, on every rank, with the first entry that two ranks differ in; collective."""
+    """Raise UserError, on every rank, that names the first entry that differs; collective."""
     if world.size == 1:
         return
+    # Compare digests first. The entries themselves are only sent to report a difference.
     digests = [""] * world.size
     dist.all_gather_object(digests, fingerprint(*entries))
     if len(set(digests)) == 1:
         return
     entries_of: list[list[str]] = [[]] * world.size
     dist.all_gather_object(entries_of, entries)
-    for rank, theirs in enumerate(entries_of):
-        for ours, other in itertools.zip_longest(entries_of[0], theirs, fillvalue="nothing"):
-            if ours != other:
+    for rank, entries_of_rank in enumerate(entries_of):
+        pairs = itertools.zip_longest(entries_of[0], entries_of_rank, fillvalue="nothing")
+        for expected, entry in pairs:
+            if entry != expected:
                 raise UserError(
-                    f"{problem}: rank 0 has {ours} where rank {rank} has {other}. {advice}"
+                    f"{problem}: rank 0 has {expected} where rank {rank} has {entry}. {advice}"
                 )
 
 
@@ -408,7 +424,7 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
     values_of: list[Any] = [values] * world.size
     if world.distributed:
         dist.all_gather_object(values_of, values)
-    # The first rank that has a name, and its value.
+    # For each name, the first rank that has it, and the value there.
     first: dict[str, tuple[int, Any]] = {}
     for rank, values_of_rank in enumerate(values_of):
         for name, value in values_of_rank.items():
@@ -419,22 +435,25 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
 
 
 def checksum(tensor: Tensor) -> Tensor:
-    """Return a number, on the tensor's device, that changes if a bit flips.
+    """Return a number, on the tensor's device, that changes if any single bit flips.
 
-    After other changes, such as values that change places, it is very likely another one. It is not
-    cryptographic.
+    Most other changes, such as swapped values, change it, too. It is not cryptographic.
     """
     content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    # As integers of 8 bytes, in rows of 128. The weights depend on the row and on the column, and
-    # are odd in sum: a product of an odd number and a power of two is never 0 modulo 2 ** 64.
-    rows = F.pad(content, (0, -len(content) % 1024)).view(torch.int64).view(-1, 128)
-    # Let the sign bits count in more places than the highest, where two would cancel.
-    rows = rows ^ (rows >> 29)
-    of_rows = rows.sum(1)
-    of_columns = rows.sum(0)
-    row_weights = 2 * torch.arange(len(of_rows), device=tensor.device) + 1
+    # View the bytes as rows of 128 integers of 8 bytes; zeros fill the last row.
+    padding = -len(content) % 1024
+    rows = F.pad(content, (0, padding)).view(torch.int64).view(-1, 128)
+    # Mix the high bits of each integer into lower ones. Otherwise two flipped sign bits would
+    # cancel: each changes the sum below by 2 ** 63, whatever its weight. The mask makes the shift
+    # one without the sign: two different integers stay different.
+    rows = rows ^ ((rows >> 29) & (2**35 - 1))
+    # The result is a weighted sum of the integers modulo 2 ** 64. The weight of each is the sum of
+    # its row's and its column's weight. It is odd, so its product with a change is never 0.
+    row_sums = rows.sum(1)
+    column_sums = rows.sum(0)
+    row_weights = 2 * torch.arange(len(row_sums), device=tensor.device) + 1
     column_weights = 2_000_006 * torch.arange(128, device=tensor.device)
-    return (of_rows * row_weights).sum() + (of_columns * column_weights).sum()
+    return (row_sums * row_weights).sum() + (column_sums * column_weights).sum()
 
 
 def checksum_of_all(tensors: Iterable[Tensor]) -> int:

@@ -1,15 +1,15 @@
 """Start torchrun for launch.sh, with changes that keep it local and let ranks save when stopped.
 
-- On one machine it listens only on the loopback interface.
+- On one machine torchrun listens only on the loopback interface.
 - Only the first stop signal counts: torchrun forwards it and waits for the ranks to save. A second
   one would end torchrun and its ranks at once, yet signals often come twice: `timeout` sends one to
   its child and one to the group. A second Ctrl-C still ends it. After a signal, torchrun exits with
   128 + the signal's number; status.json tells whether the ranks have saved.
 - On several machines, it does not wait long for a torchrun that was stopped.
 - If it is killed, the kernel kills its ranks (world.py).
-- On one machine, errors that would repeat are not retried: errors that the user can fix (exit code
-  2), and errors in code before the end of the first step (70). On several machines they are, since
-  a torchrun that gives up ends the job on all machines.
+- On one machine, errors of the first attempt that would repeat are not retried: errors that the
+  user can fix (exit code 2), and errors in code before the end of the first step (70). On several
+  machines they are retried, since a torchrun that gives up ends the job on all machines.
 """
 
 import contextlib
@@ -34,8 +34,9 @@ from ..errors import FAILED_AT_START
 from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 
-# All ranks exit together, so the torchruns of all machines notice it at the same time, except one
-# that was stopped. torchrun would wait 300 s for that one, and ignore signals meanwhile.
+# Once its ranks have finished, torchrun waits this long for the torchruns of other machines. All
+# ranks exit together, so only one that was stopped is missing. By default torchrun would wait 300 s
+# for it, and ignore signals meanwhile.
 EXIT_SECONDS = 30
 # The exit code of a rank after an error that the user can fix.
 USER_ERROR = 2
@@ -63,10 +64,12 @@ class Agent(LocalElasticAgent):
         # torch's decorator hides the signature.
         monitor: Any = super()._monitor_workers
         result = monitor(worker_group)
+        # `result.failures` is empty while all ranks run.
         allowed = worker_group.spec.max_restarts
         used = allowed - self._remaining_restarts
         one_machine = os.environ.get("NNODES", "1") == "1"
-        if used == 0 and one_machine and failed_with(USER_ERROR, result.failures):
+        may_give_up = used == 0 and one_machine
+        if may_give_up and failed_with(USER_ERROR, result.failures):
             # The ranks have reported the error, which a restart would repeat.
             self._remaining_restarts = 0
             return result
@@ -76,7 +79,7 @@ class Agent(LocalElasticAgent):
                 endings.append(ending(rank, failure))
         if endings:
             text = ", ".join(endings)
-            if used == 0 and one_machine and failed_with(FAILED_AT_START, result.failures):
+            if may_give_up and failed_with(FAILED_AT_START, result.failures):
                 text += ": no restart, since an error before the end of the first step would repeat"
                 self._remaining_restarts = 0
             elif used < allowed:
@@ -85,8 +88,8 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
         elif result.failures:
-            # A machine leaves, and the ranks of the others ask for a restart. torchrun counts that
-            # as a failure; give the restart back.
+            # A machine leaves, and the ranks of the others have ended with TO_BE_RESTARTED. For
+            # torchrun that is a failure, which uses up a restart, so add one.
             self._remaining_restarts += 1
         return result
 
@@ -145,10 +148,12 @@ def launch(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # If a stage of the workflow is killed, its ranks must end, too.
+    # If a stage of the workflow is killed, its ranks must end, too. Here LAUNCHER_PID is still the
+    # process of that stage.
     if os.environ.pop("OF_A_STAGE", ""):
         die_with_the_launcher()
-    # The ranks (world.py) use these to notice that this process is gone.
+    # The ranks (world.py) use the process id to notice that this process is gone, and the time to
+    # tell it from an earlier process with the same id.
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     os.environ["LAUNCHER_STARTED"] = f"{time.time():.0f}"
     change_torchrun()

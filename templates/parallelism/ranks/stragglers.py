@@ -20,18 +20,19 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A rank is slow if its own time is more than this ratio of the median rank's, and the difference is
-# more than this fraction of a step.
+# A rank is slow if its own time is more than SLOW_RATIO times the median rank's, and the difference
+# is more than SLOW_FRACTION of a step.
 SLOW_RATIO = 1.2
 SLOW_FRACTION = 0.05
-# A warning names the slowest rank once it was slow for this many log lines in a row.
+# A warning names the slowest rank once it was slow for this many windows in a row. A window is the
+# steps between two log lines.
 SLOW_WINDOWS = 3
-# Only the first steps of each log line are timed.
+# Only this many steps are timed, the first ones of each window.
 TIMED_STEPS = 64
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks, to call before and after the journal."""
+    """Return the callbacks that watch the ranks, to call before and after run/journal.py's."""
     before, after = watchdog.monitors(state, run_dir, group)
     if state.world.size > 1:
         stragglers = Stragglers(group, state.world.device, state.module)
@@ -44,10 +45,11 @@ class Stragglers:
     """Callback that adds the slowest rank to each log line, and warns if it stays the slowest.
 
     Since ranks wait for each other, a step takes the same time on all of them. So this measures a
-    rank's time until it may first wait for others: between steps, loading its batch and, with DDP,
-    forward and all micro-batches before the last. (FSDP gathers in forward, so there a slow device
-    cannot be told from a waiting one.) On CUDA, events measure the device's time, and are read only
-    at log lines. A log line has the means of the previous window, so that no rank waits for them.
+    rank's time until it may first wait for others. That is the work between steps, loading its
+    batch and, with DDP, all micro-batches up to the last forward. (FSDP gathers in forward, so
+    there a slow device cannot be told from a waiting one.) On CUDA, events measure the device's
+    time, and are read only at log lines. A log line has the means of the previous window, so that
+    no rank waits for them.
     """
 
     def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
@@ -59,6 +61,7 @@ class Stragglers:
         self.began: Any = None
         # The time at which this rank may first wait for others.
         self.arrived: Any = None
+        # `began` and `arrived` of each timed step of this window.
         self.spans: list[tuple[Any, Any]] = []
         # The end of the last phase (a save, a validation) when the step began.
         self.resumed = group.resumed
@@ -85,7 +88,8 @@ class Stragglers:
 
     def before_step(self, state: "State") -> None:
         """Note that this rank has its batch."""
-        # A step with a save or a validation is not timed, since the ranks waited for each other.
+        # If a phase, such as a save, has ended since `begin`, do not time this step: in a phase
+        # ranks wait for each other.
         if self.resumed != self.group.resumed:
             self.began = None
         self._arrive()
@@ -110,7 +114,7 @@ class Stragglers:
         self.began = self._now() if len(self.spans) < TIMED_STEPS else None
 
     def _after_forward(self, module: nn.Module, *_: Any) -> None:
-        # Validation calls forward, too.
+        # Validation calls forward, too, but in evaluation mode.
         if module.training:
             self._arrive()
 
@@ -142,11 +146,17 @@ class Stragglers:
         return statistics.fmean(seconds)
 
     def _judge(self, seconds: list[float], step_seconds: float) -> dict[str, float]:
-        """Return the slowest rank of a window; warn if it was slow for several windows in a row."""
+        """Return the slowest rank of a window; warn if it was slow for several windows in a row.
+
+        `seconds` has the mean of each rank.
+        """
+        # For an even number of ranks, take the lower of the two middle values. So the slower of two
+        # ranks is compared with the other.
         median = sorted(seconds)[(len(seconds) - 1) // 2]
         longest = max(seconds)
         slowest = seconds.index(longest)
-        slow = longest > SLOW_RATIO * median and longest - median > SLOW_FRACTION * step_seconds
+        excess = longest - median
+        slow = longest > SLOW_RATIO * median and excess > SLOW_FRACTION * step_seconds
         if not slow:
             self.slow_windows = 0
         elif slowest == self.last_slowest:

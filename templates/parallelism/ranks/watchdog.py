@@ -50,7 +50,7 @@ SUSPENDED_SECONDS = 5.0
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks, to call before and after the journal."""
+    """Return the callbacks that watch the ranks, to call before and after run/journal.py's."""
     before: list[Any] = []
     if state.world.distributed:
         before.append(Watchdog(run_dir, group))
@@ -64,12 +64,15 @@ class Watchdog:
         self.run_dir = run_dir
         self.group = group
         self.limit = group.step_limit.total_seconds()
+        # The start of the current step (time.monotonic()).
         self.began = time.monotonic()
         # The longest step so far, in seconds.
         self.longest = 0.0
         # Whether the first step is done.
         self.stepping = False
+        # Set at the end of the run.
         self.over = threading.Event()
+        # The thread that trains, and the process that started this one (torchrun).
         self.watched = threading.get_ident()
         self.parent = os.getppid()
 
@@ -85,18 +88,20 @@ class Watchdog:
         self.over.set()
 
     def before_step(self, state: "State") -> None:
-        """Note that a whole step is done, including the callbacks after it."""
+        """Note, for errors.py, that a whole step is done, including the callbacks after it."""
         if self.stepping:
             note_step()
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Restart the clock for the next step."""
-        before = self.began
+        previous = self.began
         # The thread reads `phases` first and `began` second, so write them in the reverse order.
-        # Then it never sees the end of the start-up together with the time when that began.
+        # Then it never takes the start of the start-up for the start of a step.
         self.began = time.monotonic()
         if self.stepping:
-            self.longest = max(self.longest, min(self.began - before, self.limit))
+            # The time may include a save or a validation, so it counts up to the limit of a step.
+            seconds = min(self.began - previous, self.limit)
+            self.longest = max(self.longest, seconds)
         else:
             # The first step belongs to start-up, since it may compile.
             self.stepping = True
@@ -104,10 +109,10 @@ class Watchdog:
 
     def _watch(self) -> None:
         """End the process when a step takes too long; runs on the watchdog's thread."""
-        last = time.monotonic()
+        last_awake = time.monotonic()
         while not self.over.wait(min(1.0, self.limit / 10)):
             now = time.monotonic()
-            # On Linux the kernel ends the ranks of a killed torchrun (world.py).
+            # End if torchrun was killed. On Linux the kernel ends its ranks (world.py).
             if sys.platform != "linux" and os.getppid() != self.parent:
                 os._exit(1)
             # Read `phases` before the times, since the end of a phase sets `resumed`, then
@@ -115,17 +120,20 @@ class Watchdog:
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())
-            # A validation may take hours, as long as each of its batches ends with an exchange.
+            # Each exchange restarts the clock. A validation has one before each batch, so it may
+            # take hours.
             began = max(self.began, self.group.resumed, self.group.exchanged)
-            # If this process was suspended, the whole job may have been; that is not a hang.
-            suspended = now - last
-            if suspended > SUSPENDED_SECONDS:
-                began += suspended
+            # If this process was suspended, the whole job may have been. That is not a hang, so the
+            # time does not count.
+            asleep = now - last_awake
+            if asleep > SUSPENDED_SECONDS:
+                began += asleep
                 self.began = began
-            last = now
+            last_awake = now
             waited = now - began
             # A rank inside a phase has more time. But if it is the only one there, the others wait
-            # for it, and give up earlier. Then it reports as well, since it is not suspended.
+            # for it, give up earlier, and create the folder. Then this rank reports as well, to
+            # show that it is not suspended.
             others_gave_up = waited > self.limit and self.folder.exists()
             if waited > limit or others_gave_up:
                 self._end(waited)
@@ -243,7 +251,7 @@ def _count_collectives() -> int:
 
 
 def _position_of(thread: int) -> str:
-    """Return the innermost line of a thread outside libraries."""
+    """Return the innermost line of a thread's stack that is not in a library."""
     innermost = sys._current_frames()[thread]
     frame = innermost
     while frame is not None and _is_library(frame.f_code.co_filename):
@@ -255,4 +263,5 @@ def _position_of(thread: int) -> str:
 
 def _is_library(path: str) -> bool:
     """Tell whether a source file is in an installed package or Python's import system."""
+    # Packages are in site-packages or dist-packages.
     return "-packages/" in path or "<frozen" in path

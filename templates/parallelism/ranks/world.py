@@ -34,8 +34,8 @@ PHASE_LIMIT = timedelta(minutes=30)
 # The address on which the ranks of one machine connect (launch.py).
 LOOPBACK = "127.0.0.1"
 LOOPBACK_INTERFACE = "lo" if sys.platform == "linux" else "lo0"
-# gloo and NCCL accept connections from anyone who can reach them, so on one machine restrict them
-# to its own processes.
+# gloo and NCCL accept connections from anyone who can reach them, so on one machine they use only
+# the loopback interface.
 ON_LOOPBACK = {
     "GLOO_SOCKET_IFNAME": LOOPBACK_INTERFACE,
     "NCCL_SOCKET_IFNAME": LOOPBACK_INTERFACE,
@@ -55,8 +55,8 @@ NCCL = {
 # for fewer ranks than this. With more, it connects two ranks when they first communicate.
 MANY_RANKS = 128
 ON_MANY_RANKS = {"TORCH_GLOO_LAZY_INIT": "1"}
-# Seconds that a rank waits for torchrun's signal. torchrun checks ten times a second whether
-# machines want to join.
+# Seconds that `regrouping` waits for a signal from torchrun. That is ample, since torchrun checks
+# ten times a second whether machines want to join.
 TOLD_WITHIN = 5.0
 
 
@@ -68,6 +68,7 @@ class World:
     size: int
     device: torch.device
     distributed: bool = False
+    """Whether there is a process group: under torchrun, even with one process."""
     step_limit: timedelta = PHASE_LIMIT
     """Time limit of a step (watchdog.py)."""
 
@@ -81,8 +82,8 @@ def launcher() -> str | None:
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
     # The name includes the start time, set by launch.py, since process ids are reused.
-    since = os.environ.get("LAUNCHER_STARTED", "")
-    return f"started by {os.getppid()} ({since}) on {socket.gethostname()}"
+    started = os.environ.get("LAUNCHER_STARTED", "")
+    return f"started by {os.getppid()} ({started}) on {socket.gethostname()}"
 
 
 def join(config: "ParallelConfig", device_name: str) -> World:
@@ -105,10 +106,7 @@ def join(config: "ParallelConfig", device_name: str) -> World:
     ranks = int(os.environ["WORLD_SIZE"])
     if ranks >= MANY_RANKS:
         prefer(ON_MANY_RANKS)
-    # A save may delay a collective for longer than a step's limit. When a collective times out,
-    # NCCL ends the process without an explanation, so the watchdog, which names the rank, must act
-    # first.
-    options: dict[str, Any] = {"timeout": max(PHASE_LIMIT, 2 * step_limit)}
+    options: dict[str, Any] = {"timeout": timeout_of_collectives(step_limit)}
     store: dist.Store | None = None
     # torchrun shares its own store with the ranks, unless launch.sh has started it.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
@@ -131,6 +129,15 @@ def join(config: "ParallelConfig", device_name: str) -> World:
     )
 
 
+def timeout_of_collectives(step_limit: timedelta) -> timedelta:
+    """Return how long a collective may take before torch ends the process.
+
+    torch does not name the rank that hangs, so the watchdog must be done before. It waits for the
+    limit of a phase, then up to twice the longest step for the reports of the other ranks.
+    """
+    return max(PHASE_LIMIT, step_limit) + 2 * step_limit + timedelta(minutes=1)
+
+
 def leave(world: World) -> None:
     """Leave the process group; call it when there are no references to the model any more."""
     if world.distributed and dist.is_initialized():
@@ -144,10 +151,11 @@ def leave(world: World) -> None:
 def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     """Return whether this rank must be restarted, since another machine is leaving the job.
 
+    All ranks call this when any of them got a stop signal; `told_to_stop` tells if this rank did.
     In an elastic job (NNODES=1:4), torchrun restarts all ranks when a machine joins or leaves. When
     one joins, the torchruns signal their ranks at slightly different times, and a rank that exited
     before its signal would count as finished, which ends the job. So wait for the signal. If none
-    comes, another machine was stopped, and this rank continues without it.
+    comes, another machine was stopped, and this rank must be restarted without it.
     """
     # Only an elastic job has a range of machines.
     if ":" not in os.environ.get("NNODES", ""):
@@ -163,6 +171,7 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 def die_with_the_launcher() -> None:
     """Let the kernel end this process when torchrun is killed (Linux; otherwise: watchdog.py)."""
     if sys.platform == "linux":
+        # The value of PR_SET_PDEATHSIG in <linux/prctl.h>.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
     # torchrun may already have been killed while this process was importing torch. Then this
@@ -185,7 +194,8 @@ def _store_of_torchrun() -> dist.Store | None:
     the addresses of ranks that are gone, and fail or wait for them.
     """
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
-        # Each torchrun counts by itself, so no variable identifies the attempt on all machines.
+        # There are several machines. The torchrun of each counts its own restarts, so no variable
+        # identifies the attempt on all machines.
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
             log.warning(
                 "after a restart, ranks may read outdated entries in torchrun's store and fail or "
@@ -209,7 +219,7 @@ def _store_on_loopback(rank: int) -> dist.Store:
     port = int(os.environ["MASTER_PORT"])
     options: dict[str, Any] = {"timeout": PHASE_LIMIT, "wait_for_workers": False}
     if rank == 0:
-        # The store itself would open a socket on all interfaces.
+        # By itself the store would listen on all interfaces, so give it a socket.
         listener = socket.create_server((LOOPBACK, port), backlog=4096)
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(LOOPBACK, port, **options)

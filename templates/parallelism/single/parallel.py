@@ -1,4 +1,4 @@
-"""Train with one process on one device: the functions that DDP and FSDP implement otherwise."""
+"""Train with one process on one device: the same functions as for DDP and FSDP."""
 
 import contextlib
 from collections.abc import Callable, Iterable

@@ -14,7 +14,9 @@ from ..errors import UserError
 from ..files import read_json
 from . import PUBLISHED, LocalFiles, step_name
 
+# The path of a run, a checkpoint or a file: here always on a disk.
 Place = Path
+# Names of checkpoints that were renamed because they were damaged.
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
 # Only one slash is required, since pathlib merges two into one.
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")
@@ -29,8 +31,9 @@ def storage_path(where: Path | str) -> Path:
 
 
 def checkpoints_of(run: Path) -> Path:
-    """Return the folder of a run's checkpoints; UserError if its settings name an object store."""
+    """Return the folder of a run's checkpoints; UserError if they are only in an object store."""
     directory = run / "checkpoints"
+    # The settings may be missing or incomplete. Then assume that there is no store.
     url = None
     with contextlib.suppress(UserError, KeyError, TypeError):
         url = read_json(run / "config.json")["checkpoint"]["url"]
@@ -45,14 +48,14 @@ def has_files(folder: Path, suffix: str) -> bool:
 
 
 def published(directory: Path) -> list[Path]:
-    """Return the published checkpoints, oldest first, including damaged ones."""
+    """Return the checkpoints with a published name, oldest first; files are not checked."""
     names = os.listdir(directory) if directory.is_dir() else []
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
 
 
 def damaged(directory: Path) -> list[str]:
-    """Return the names of the damaged checkpoints that were set aside."""
+    """Return the names of checkpoints that were renamed because they were damaged."""
     names = os.listdir(directory) if directory.is_dir() else []
     return sorted(name for name in names if DAMAGED.fullmatch(name))
 
@@ -62,12 +65,14 @@ def open_regular(path: Path) -> io.BufferedIOBase:
     # Check before opening, since opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    # If the file is replaced after the check, O_NOFOLLOW refuses a link, and O_NONBLOCK does not
+    # wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     return open(descriptor, "rb")
 
 
 def local_copy(path: Path, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
-    """Return the folder with a checkpoint's files, which all ranks read in place."""
+    """Return where to read a checkpoint's files: in place, since they are local already."""
     # A checkpoint copied from an object store has its files in a subfolder.
     folder = path / manifest.get("folder", "")
     if group is None:

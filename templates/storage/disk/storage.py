@@ -22,7 +22,10 @@ class StorageConfig(RetentionConfig):
 
 
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
-    """Return the publisher of a run's checkpoints; UserError if they are in an object store."""
+    """Return the publisher of a run's checkpoints; UserError if they are in an object store.
+
+    `identity` is not used here: a resume compares it with the checkpoint.
+    """
     return Publisher(checkpoints_of(run_dir), config, group)
 
 

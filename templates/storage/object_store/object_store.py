@@ -47,39 +47,42 @@ PERMANENT_ERRORS = (
 )
 # Errors of a disk without room.
 FULL = (errno.ENOSPC, errno.EDQUOT)
+# Protocols of fsspec for paths on this machine.
 LOCAL_PROTOCOLS = ("file", "local")
 # Protocols that may be opened when only a config.json names the URL, not the command; add yours
 # here. A run directory from elsewhere may name any URL, and some protocols of fsspec execute code
 # from files.
 PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", *LOCAL_PROTOCOLS}
-# One to three slashes, since pathlib merges two into one.
+# The protocol, and the bucket and key. Between them are two slashes, which pathlib merges into one;
+# file:///path has three.
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")
 # URLs that the command was given, or that were logged.
 known_urls: set[str] = set()
-# The stop signals of the run in this process (`end_in_time`), if it trains.
+# The handler of stop signals while a run trains in this process (`end_in_time`), else None.
 stop_of_run: Stop | None = None
 
 
 class StoreError(OSError, RankError):
-    """A request that failed, as did its retries."""
+    """A request failed, and so did its retries."""
 
 
 def end_in_time(stop: Stop | None) -> None:
-    """End all requests of this process before the launcher kills it after a stop signal.
+    """After a stop signal, give up requests before the launcher kills this process.
 
-    None means that the run is over, and the process may send more requests.
+    None means that the run is over: later requests have no deadline.
     """
     global stop_of_run
     stop_of_run = stop
 
 
 def time_left() -> float:
-    """Return the seconds left for requests after a stop signal, negative after them.
+    """Return the seconds left for requests after a stop signal: negative when it is too late.
 
     Infinity without a signal.
     """
     if stop_of_run is None:
         return math.inf
+    # Before a signal, `received_at` is infinite.
     return stop_of_run.received_at + GRACE - time.monotonic()
 
 
@@ -90,15 +93,17 @@ def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
     """
     progress = None
     if method in ("put_file", "get_file"):
-        # fsspec counts the transferred bytes in it.
+        # fsspec counts the transferred bytes in this callback.
         progress = fsspec.Callback()
         options["callback"] = progress
+    # A client without asyncio cannot be interrupted, so it gets no timeout.
     if not store.async_impl:
         return getattr(store, method)(*arguments, **options)
     coroutine = getattr(store, f"_{method}")(*arguments, **options)
     future = asyncio.run_coroutine_threadsafe(coroutine, store.loop)
     bytes_moved = 0
     moved_at = time.monotonic()
+    # Look once per second until there is an answer.
     while not futures.wait([future], 1.0).done:
         if progress is not None and progress.value != bytes_moved:
             bytes_moved = progress.value
@@ -111,7 +116,7 @@ def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
     try:
         return future.result()
     except LookupError as error:
-        # Headers are missing, as in an answer of a failing proxy.
+        # A header is missing, as in an answer of a failing proxy. An OSError is retried.
         raise OSError(errno.EIO, f"the answer lacks {error}") from error
     except FileNotFoundError as error:
         if method != "put_file":
@@ -159,10 +164,11 @@ class RemotePath:
         return self._type() in ("file", "directory")
 
     def is_file(self) -> bool:
-        """Return whether it is an object."""
+        """Return whether there is an object at this path."""
         return self._type() == "file"
 
     def _type(self) -> str | None:
+        """Return fsspec's type, such as "file" (an object) or "directory"; None for nothing."""
         with contextlib.suppress(FileNotFoundError):
             return self.request("info", self.path)["type"]
         return None
@@ -220,12 +226,14 @@ class RemotePath:
         """Remove all objects below."""
         with contextlib.suppress(FileNotFoundError):
             self.request("rm", self.path, recursive=True)
-        # S3's bulk delete does not report missing permissions, but a single delete does.
+        # S3's bulk delete does not report a missing permission. So delete what is left one by one,
+        # which does.
         for path in self.request("find", self.path):
             self.request("rm_file", path)
 
     def abort_multipart_uploads(self) -> None:
         """Abort multipart uploads left by killed processes, which S3 would keep and bill."""
+        # Only the client for S3 has this method.
         if not hasattr(self.store, "call_s3"):
             return
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
@@ -234,7 +242,7 @@ class RemotePath:
             for upload in listed.get("Uploads", []):
                 self.request("abort_mpu", bucket, upload["Key"], upload["UploadId"])
         except (OSError, KeyError) as error:
-            # Listing them needs a separate permission, and some stores cannot list them.
+            # Listing uploads needs a separate permission, and some stores cannot do it.
             log.info("could not look for unfinished uploads in %s: %s", self, error)
 
     def request(
@@ -282,8 +290,10 @@ def remote(url: str) -> RemotePath:
     of_s3 = protocol in ("s3", "s3a")
     options = {}
     if protocol in LOCAL_PROTOCOLS:
+        # In a store there is no need to make folders.
         options["auto_mkdir"] = True
     try:
+        # Without a cache of listings, since other processes write there, too.
         store, path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
         hint = 'pip install -e ".[s3]"' if of_s3 else str(error)
@@ -303,7 +313,7 @@ def remote_of(run: Path, url: str) -> RemotePath:
 
 
 def address_of(run: Path, url: str) -> str:
-    """Return the URL in a run's config.json; it is logged, unless the command gave it, too.
+    """Normalize the `url` in a run's config.json, and log it unless the command gave it.
 
     Raises UserError if its protocol is not in PROTOCOLS, unless the command gave the same URL.
     """
@@ -328,7 +338,9 @@ def check_address(url: str) -> str:
     # fsspec interprets "::" as a chain of protocols.
     if text.isprintable() and "::" not in text:
         match = URL.fullmatch(text)
-    # What is no URL may be a mistyped one, with credentials anywhere.
+    # Credentials end with an "@" before the bucket, or follow a "?". If the text is not a URL, it
+    # may be a mistyped one, so look at all of it. In a URL, look for an "@" only before the first
+    # slash, since a key may contain one.
     may_have_credentials = text
     if match:
         may_have_credentials, _, _ = match[2].partition("/")

@@ -47,8 +47,8 @@ def storage_path(where: Path | str | RemotePath) -> Place:
 def checkpoints_of(run: Place) -> Place:
     """Return the folder of a run's checkpoints: at the URL in its settings, or on disk.
 
-    If the run itself is given as a path in a store, that is the folder. A run that saves to disk
-    first has its newest checkpoints there.
+    A run that is given as a path in a store is that folder itself. With `local_first`, the newest
+    checkpoints are on disk, unless there are none, as on another machine.
     """
     if isinstance(run, RemotePath):
         return run
@@ -87,7 +87,7 @@ def step_folders(directory: Place) -> list[Place]:
 
 
 def published(directory: Place) -> list[Place]:
-    """Return the published checkpoints, oldest first, including damaged ones."""
+    """Return the published checkpoints, oldest first; their files are not checked."""
     folders = step_folders(directory)
     if not isinstance(directory, RemotePath):
         # On disk a rename publishes a checkpoint; one without a manifest is damaged.
@@ -97,15 +97,18 @@ def published(directory: Place) -> list[Place]:
 
 
 def damaged(directory: Place) -> list[str]:
-    """Return the names of the damaged checkpoints that were set aside."""
+    """Return the names of checkpoints on disk, or manifests in a store, that were set aside.
+
+    They were renamed because they were damaged.
+    """
     if not isinstance(directory, RemotePath):
         return sorted(name for name in names_in(directory) if DAMAGED.fullmatch(name))
-    found: list[str] = []
+    manifests: list[str] = []
     for folder in step_folders(directory):
         for name in folder.sizes():
             if DAMAGED.fullmatch(name):
-                found.append(f"{folder.name}/{name}")
-    return sorted(found)
+                manifests.append(f"{folder.name}/{name}")
+    return sorted(manifests)
 
 
 def open_regular(path: Place) -> io.BufferedIOBase:
@@ -115,6 +118,8 @@ def open_regular(path: Place) -> io.BufferedIOBase:
     # Check before opening, since opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
+    # If the file is replaced after the check, O_NOFOLLOW refuses a link, and O_NONBLOCK does not
+    # wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     return open(descriptor, "rb")
 
@@ -124,27 +129,31 @@ def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None
 
     On disk all ranks read the files in place. From a store, each machine downloads a copy into
     TMPDIR, which its ranks share, and which stays until `release_copies`. With a `group` this is
-    collective and always downloads; an error on any rank is raised on all of them. Without one, it
-    returns this process's copy, and downloads only if there is none.
+    collective and always downloads; an error on any rank is raised on all of them. Without a group,
+    it returns this process's copy, and downloads only if there is none.
     """
-    ranks = group or Group()
+    # Without a group, this process is the only reader.
+    readers = group or Group()
     if not isinstance(path, RemotePath):
-        return LocalFiles(path / manifest.get("folder", ""), ranks.rank, ranks.size)
+        # A checkpoint copied from an object store has its files in a subfolder.
+        return LocalFiles(path / manifest.get("folder", ""), readers.rank, readers.size)
     local_rank = 0
     local_ranks = 1
-    if ranks.size > 1:
+    if readers.size > 1:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if group is not None or path not in copies:
+        # Keep only one copy, since TMPDIR may have no room for more.
         release_copies()
-        made = ""
-        with ranks.together():
+        new_folder = ""
+        with readers.together():
             if local_rank == 0:
-                made = str(make_temporary_folder())
-        made_by_rank = ranks.broadcast(ranks.gather(made))
-        first_here = ranks.rank - local_rank
-        folder = Path(made_by_rank[first_here])
-        with ranks.together():
+                new_folder = str(make_temporary_folder())
+        folder_of_rank = readers.broadcast(readers.gather(new_folder))
+        # The ranks of a machine have consecutive numbers.
+        first_rank_here = readers.rank - local_rank
+        folder = Path(folder_of_rank[first_rank_here])
+        with readers.together():
             copies[path] = download(path, manifest, folder, local_rank, local_ranks)
     return LocalFiles(copies[path], local_rank, local_ranks)
 
@@ -200,16 +209,18 @@ def make_temporary_folder() -> Path:
     temporary = Path(tempfile.gettempdir())
     for lock_file in temporary.glob(f"{TEMPORARY}*.lock"):
         folder = lock_file.with_suffix("")
+        # This process's own folders are in use, but their locks would not stop this process.
         if folder in temporary_folders:
             continue
-        # While its process is alive, locking raises an OSError.
+        # While the process of the folder is alive, locking raises an OSError.
         with contextlib.suppress(OSError), lock_file.open("r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             lock_file.unlink()
     folder = temporary / f"{TEMPORARY}{uuid.uuid4().hex}"
-    # The locked file is beside the folder: reading all files of the folder would release its lock.
-    # It gets its name when it is locked, so that no other process removes it before.
+    # Closing a file releases this process's lock on it, and all files in the folder are read and
+    # closed. So the locked file is beside the folder. It gets its final name when it is locked, so
+    # that no other process takes it for one that was left behind.
     lock = folder.with_suffix(".new").open("x")
     # Register it for `release_copies`.
     temporary_folders[folder] = lock
@@ -227,6 +238,7 @@ def remove_temporary_folder(folder: Path) -> None:
     """Remove a folder that `make_temporary_folder` made, and release its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     lock = temporary_folders.pop(folder)
+    # If locking failed, the file still has its first name.
     for suffix in (".lock", ".new"):
         folder.with_suffix(suffix).unlink(missing_ok=True)
     lock.close()

@@ -19,8 +19,8 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .store_publisher import StorePublisher, explaining
 
 log = logging.getLogger(__name__)
-# A run does not take these settings from a store: anyone who can write there could point them to
-# other files or servers.
+# The beginnings of settings that a run does not take from a store: anyone who can write there could
+# point them to other files or servers.
 NOT_TAKEN = ("data.path", "tracker.")
 
 
@@ -98,8 +98,8 @@ class UploadingPublisher(Publisher):
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Path:
         """Save one checkpoint on disk, and start to upload it; collective.
 
-        If the upload fails later, it logs a warning, and `close` raises. Raises UserError, on every
-        rank, if another run has taken over the store.
+        If an upload fails later, a warning is logged; if it is the last one, `close` raises. Raises
+        UserError, on every rank, if another run has taken over the store.
         """
         path = super().publish(step, write, facts)
         with self.group.together():
@@ -122,6 +122,7 @@ class UploadingPublisher(Publisher):
             problem = error
             log.warning("%s", error)
         if on_disk is not None:
+            # Look in the store for newer ones only.
             _, manifest = on_disk
             after = manifest["step"]
         try:
@@ -132,8 +133,8 @@ class UploadingPublisher(Publisher):
         if in_store is not None:
             return in_store
         if on_disk is not None:
-            # The store has only older checkpoints. `close` uploads this one if it is still the
-            # newest.
+            # The store has no newer checkpoint. `close` uploads this one, unless the store has it
+            # already, or the run saves a newer one.
             self.skipped, _ = on_disk
             return on_disk
         if problem is not None:
@@ -158,7 +159,7 @@ class UploadingPublisher(Publisher):
             self.uploader.shutdown()
 
     def discard(self, path: Path) -> None:
-        """Begin to remove a checkpoint, unless it is being uploaded."""
+        """Begin to remove a checkpoint, unless the last upload, maybe still running, is of it."""
         if path != self.uploading:
             super().discard(path)
 
@@ -175,6 +176,7 @@ class UploadingPublisher(Publisher):
                 raise error
             self._begin_upload(path)
         else:
+            # Warn only once during an upload.
             if self.skipped is None:
                 text = "%s is still being uploaded: %s is skipped, unless it stays the newest"
                 log.warning(text, self.uploading, path.name)
@@ -194,7 +196,7 @@ class UploadingPublisher(Publisher):
         self.last_upload = self.uploader.submit(self._upload, path)
 
     def _upload(self, path: Path) -> None:
-        """Upload a checkpoint and publish it in the store; runs in the thread."""
+        """Upload a checkpoint and publish it in the store; runs in the uploader's thread."""
         store = self.store
         reserved = ""
         try:
@@ -231,38 +233,41 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
     settings point to.
     """
     on_this_disk = run_dir / "checkpoints"
-    newest: Place = on_this_disk
+    target: Place = on_this_disk
     if config.url:
-        newest = storage_path(config.url)
+        target = storage_path(config.url)
     with group.together():
         if group.is_first:
-            refuse_to_forget(run_dir, config, newest)
+            refuse_to_forget(run_dir, config, target)
     if not config.url:
         return Publisher(on_this_disk, config, group)
-    store = StorePublisher(newest, config, group, identity)
+    store = StorePublisher(target, config, group, identity)
     if config.local_first:
         return UploadingPublisher(on_this_disk, store)
     return store
 
 
 def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> None:
-    """Raise UserError if the run has checkpoints, but none in `newest`, where it would look."""
+    """Raise UserError if the run has checkpoints, but not where it would look for them.
+
+    `newest` is the folder in the store, or on disk without a store.
+    """
     on_this_disk = run_dir / "checkpoints"
-    url = settings_of_storage(run_dir).get("url")
-    if url:
-        url = address_of(run_dir, url)
-    if url and not config.url:
+    saved_url = settings_of_storage(run_dir).get("url")
+    if saved_url:
+        saved_url = address_of(run_dir, saved_url)
+    if saved_url and not config.url:
         text = "this run is no longer uploaded to %s: give --checkpoint.url to continue uploading"
-        log.warning(text, url)
+        log.warning(text, saved_url)
     if published(newest):
         return
-    before = on_this_disk
-    if url:
-        before = remote(url)
-    read_too = {newest}
+    previous = on_this_disk
+    if saved_url:
+        previous = remote(saved_url)
+    looks_in = {newest}
     if config.local_first:
-        read_too.add(on_this_disk)
-    for elsewhere in {before, on_this_disk} - read_too:
+        looks_in.add(on_this_disk)
+    for elsewhere in {previous, on_this_disk} - looks_in:
         if published(elsewhere):
             raise UserError(
                 f"this run has its checkpoints in {elsewhere}, not in {newest}: keep using the "

@@ -90,7 +90,7 @@ class StorePublisher(Publisher):
         return super().newest_good(after)
 
     def reserve(self, step: int) -> str:
-        """Return the name of a new folder."""
+        """Return the name of a new attempt's folder, such as step_00000120/1f3a9c2e."""
         return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
@@ -133,13 +133,14 @@ class StorePublisher(Publisher):
         sizes = (path / attempt).sizes()
         for file, entry in manifest["files"].items():
             if sizes.get(file) != entry["size"]:
-                # A run that has taken over removes unpublished files; then report that instead.
+                # A run that has taken over removes unpublished files: `check_owner` reports that.
                 self.check_owner()
                 raise CheckpointError(f"{path / attempt / file} does not have the uploaded size")
         content = sealed({**manifest, "folder": attempt})
         try:
             (path / MANIFEST).write_new(content, self.check_owner)
         except FileExistsError:
+            # This step already has another manifest, which gives way to the new one.
             self.set_aside(path)
             (path / MANIFEST).write_new(content, self.check_owner)
 
@@ -161,7 +162,7 @@ class StorePublisher(Publisher):
             number += 1
         manifest = path / MANIFEST
         aside = path / f"{MANIFEST}.damaged-{number}"
-        # Let the store copy it, since a manifest that fails the store's checksum cannot be read.
+        # Let the store copy the manifest: it cannot be read here if it fails the store's checksum.
         manifest.request("cp_file", manifest.path, aside.path)
         manifest.unlink()
         return aside
@@ -193,7 +194,7 @@ class StorePublisher(Publisher):
             try:
                 published_attempt = read_manifest(path).get("folder")
             except RankError:
-                # It is damaged, which `newest_good` reports, or cannot be read just now.
+                # The manifest is damaged, which `newest_good` reports, or cannot be read just now.
                 return
         for name in names:
             if ATTEMPT.fullmatch(name) and name != published_attempt:
@@ -223,7 +224,7 @@ class StorePublisher(Publisher):
             try:
                 identity = read_manifest(path).get("identity")
             except CheckpointError:
-                # It is damaged, so check the previous one.
+                # The manifest is damaged, so check the previous checkpoint.
                 continue
             problems = identity_differences(identity, self.identity)
             if problems:
@@ -234,7 +235,7 @@ class StorePublisher(Publisher):
 
     def _owner(self) -> str | None:
         """Return the token in owner.json; None if there is none."""
-        # A store or a proxy may once fail to find the object, or truncate it, so try again.
+        # A store or a proxy may fail now and then to find the object, or truncate it: try again.
         for delay in (0.0, *object_store.RETRY_DELAYS):
             time.sleep(delay)
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):

@@ -36,7 +36,7 @@ class WorstMistakes:
     # The maximum number of images in a row, and of rows in the picture.
     columns = 6
     rows = 3
-    # The height in pixels of an image with its margin, and of the text below it.
+    # Width and height in pixels of an image with its margin, and the height of the text below it.
     side = 112
     text_height = 16
 
@@ -60,13 +60,17 @@ class WorstMistakes:
             losses = F.cross_entropy(logits, labels, reduction="none") * (guesses != labels)
             worst = losses.argsort(descending=True)[: self.columns * self.rows].tolist()
             mistakes = [index for index in worst if losses[index] > 0]
-            self.paint(state, batch, guesses, mistakes)
+            log.info("mistakes shown at step %d: %d", state.step, len(mistakes))
+            # Any error here would disable this callback on rank 0 alone. Then the other ranks would
+            # wait in the model at the next validation.
+            try:
+                if mistakes:
+                    self.paint(state, batch, guesses, mistakes)
+            except Exception as error:
+                log.warning("the picture of step %d is not saved: %s", state.step, error)
 
     def paint(self, state: "State", batch: Any, guesses: Tensor, mistakes: list[int]) -> None:
-        """Save the picture, unless there are no mistakes."""
-        log.info("mistakes shown at step %d: %d", state.step, len(mistakes))
-        if not mistakes:
-            return
+        """Save the picture of the mistakes."""
         names = state.spec.classes
         # Round up.
         rows = -(-len(mistakes) // self.columns)
@@ -77,19 +81,17 @@ class WorstMistakes:
             row, column = divmod(cell, self.columns)
             x = column * self.side
             y = row * cell_height
-            image = to_image(batch["images"][index]).resize((self.side - 4, self.side - 4), 0)
+            # A margin of 2 pixels on the left and on the right.
+            size = (self.side - 4, self.side - 4)
+            image = to_image(batch["images"][index]).resize(size, Image.Resampling.NEAREST)
             picture.paste(image, (x + 2, y))
             text = f"{names[batch['labels'][index]]}, not {names[guesses[index]]}"
             draw.text((x + 2, y + self.side - 3), text, "black")
         content = io.BytesIO()
         picture.save(content, "png")
-        try:
-            folder = self.run_dir / "samples"
-            folder.mkdir(exist_ok=True)
-            replace_file(folder / f"step_{state.step:08}.png", content.getvalue())
-        except OSError as error:
-            # An error would disable this callback on this rank, and the others would wait.
-            log.warning("the picture of step %d is not saved: %s", state.step, error)
+        folder = self.run_dir / "samples"
+        folder.mkdir(exist_ok=True)
+        replace_file(folder / f"step_{state.step:08}.png", content.getvalue())
 
 
 def to_image(pixels: Tensor) -> Image.Image:

@@ -24,9 +24,15 @@ from .files import check_regular, fingerprint, fingerprint_files, warn_left_out
 if TYPE_CHECKING:
     from .config import Config
 
-GREY, COLOUR = ("1", "L", "LA"), ("P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")
+# Pillow's modes of images with at most 8 bits per channel.
+GREY = ("1", "L", "LA")
+COLOUR = ("P", "PA", "RGB", "RGBA", "CMYK", "YCbCr", "HSV", "LAB")
 # One image in this many is for validation.
 VALIDATION_SHARE = 5
+# Names of folders whose images are for validation.
+FOR_VALIDATION = ("val", "valid", "validation")
+# Suffixes of image files.
+ENDINGS = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,8 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
     One image in five is for validation, chosen by its index in an .npz, or by a hash of its name in
     a folder. A folder may also have subfolders `train` and `val` (or `valid` or `validation`).
     """
-    data, path = config.data, config.data.path
+    data = config.data
+    path = data.path
     if path and not path.exists():
         raise UserError(f"--data.path: {path.absolute()} does not exist")
     if path and path.is_dir():
@@ -75,66 +82,84 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
         raise UserError(f"--data.path has only {len(labels)} images: at least two are needed")
     training = Images(images[~held_out], labels[~held_out])
     validation = Images(images[held_out], labels[held_out])
+    # Both datasets scale pixels alike.
     validation.brightest = training.brightest
     training.max_shift = data.max_shift
-    names = tuple(map(str, range(int(labels.max()) + 1)))
-    return training, validation, Spec(images.shape[3], names, fingerprint(images, labels))
+    # An .npz has no names of classes, so their numbers are the names.
+    class_names = tuple(map(str, range(int(labels.max()) + 1)))
+    return training, validation, Spec(images.shape[3], class_names, fingerprint(images, labels))
 
 
 def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spec]:
     """Return the images in a folder per class, split as in `build_datasets`, and their spec."""
-    divided = (path / "train").is_dir() and any((path / name).is_dir() for name in FOR_VALIDATION)
+    has_splits = (path / "train").is_dir() and any(
+        (path / name).is_dir() for name in FOR_VALIDATION
+    )
+    # The pattern of the folders of classes.
+    class_folders = "*/*" if has_splits else "*"
     files: list[Path] = []
     left_out: list[Path] = []
-    for file in sorted(path.glob("*/*/*" if divided else "*/*")):
-        folder, *names = file.relative_to(path).parts
+    for file in sorted(path.glob(f"{class_folders}/*")):
+        names = file.relative_to(path).parts
         # Skip files of macOS, notebooks and version control.
-        if any(name[0] == "." or name == "__MACOSX" for name in (folder, *names)):
+        if any(name[0] == "." or name == "__MACOSX" for name in names):
             continue
-        used = file.suffix.lower() in ENDINGS
-        used = used and (not divided or folder in ("train", *FOR_VALIDATION))
-        if used:
+        is_image = file.suffix.lower() in ENDINGS
+        is_in_split = not has_splits or names[0] in ("train", *FOR_VALIDATION)
+        if is_image and is_in_split:
             files.append(file)
         else:
             left_out.append(file)
     warn_left_out(left_out, "not images in a folder of their class")
     check_regular(files)
-    # Links to folders are followed. The images of a broken one would be missing without a word.
-    for folder in path.glob("*/*" if divided else "*"):
+    # Links to folders are followed. Without this check, a broken one would silently leave out the
+    # images of a class.
+    for folder in path.glob(class_folders):
         if folder.is_symlink() and not folder.exists() and folder.name[0] != ".":
             raise UserError(f"{folder} is a broken link: repair it, or remove it")
-    classes = {name: i for i, name in enumerate(sorted({file.parent.name for file in files}))}
-    parts: tuple[list[Path], list[Path]] = ([], [])
+    class_names = sorted({file.parent.name for file in files})
+    label_of = {name: label for label, name in enumerate(class_names)}
+    for_training: list[Path] = []
+    for_validation: list[Path] = []
     for file in files:
-        # Its bytes, since a name need not be UTF-8.
-        named = os.fsencode(f"{file.parent.name}/{file.name}")
-        chosen = zlib.crc32(named) % VALIDATION_SHARE == 0
-        parts[file.parts[-3] in FOR_VALIDATION if divided else chosen].append(file)
-    if not parts[0] or not parts[1]:
+        if has_splits:
+            is_for_validation = file.parts[-3] in FOR_VALIDATION
+        else:
+            # A hash of the name is the same on every machine, and does not change when files are
+            # added. It takes bytes, since a name need not be UTF-8.
+            name = os.fsencode(f"{file.parent.name}/{file.name}")
+            is_for_validation = zlib.crc32(name) % VALIDATION_SHARE == 0
+        if is_for_validation:
+            for_validation.append(file)
+        else:
+            for_training.append(file)
+    if not for_training or not for_validation:
         raise UserError(
             f"--data.path {path}: found {len(files)} images in folders named after their class, "
             f"too few for training and validation (supported: {', '.join(ENDINGS)})"
         )
-    channels = config.channels or (1 if read_image(files[0]).mode in GREY else 3)
-    training, validation = (
-        ImageFiles(part, np.array([classes[f.parent.name] for f in part]), channels, config.size)
-        for part in parts
-    )
-    training.asked_for = validation.asked_for = config.channels != 0
+    channels = config.channels
+    if channels == 0:
+        channels = 1 if read_image(files[0]).mode in GREY else 3
+    datasets: list[ImageFiles] = []
+    for part in (for_training, for_validation):
+        labels = np.array([label_of[file.parent.name] for file in part])
+        dataset = ImageFiles(part, labels, channels, config.size)
+        dataset.asked_for = config.channels != 0
+        datasets.append(dataset)
+    training, validation = datasets
     training.max_shift = config.max_shift
-    spec = Spec(channels, tuple(classes), fingerprint_files(path, files, config.size, channels))
-    return training, validation, spec
-
-
-FOR_VALIDATION = ("val", "valid", "validation")
-ENDINGS = (".avif", ".bmp", ".gif", ".jfif", ".jpeg", ".jpg", ".png", ".tif", ".tiff", ".webp")
+    identity = fingerprint_files(path, files, config.size, channels)
+    return training, validation, Spec(channels, tuple(class_names), identity)
 
 
 class Images:
     """Images in memory, uint8 [count, height, width, channels], and their classes."""
 
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
-        self.pixels, self.labels = pixels, torch.from_numpy(labels)
+        self.pixels = pixels
+        self.labels = torch.from_numpy(labels)
+        # Pixels are divided by this value. It is not 0, even if all images are black.
         self.brightest = float(pixels.max()) or 1.0
         self.max_shift = 0
 
@@ -147,7 +172,8 @@ class Images:
 
         The images are in 0 ... 1.
         """
-        images = torch.from_numpy(self.read(ids)).permute(0, 3, 1, 2).contiguous().float()
+        pixels = torch.from_numpy(self.read(ids))
+        images = pixels.permute(0, 3, 1, 2).contiguous().float()
         return {"images": images.div_(self.brightest), "labels": self.labels[ids]}
 
     def read(self, ids: list[int]) -> np.ndarray:
@@ -155,17 +181,21 @@ class Images:
         return self.pixels[ids]
 
     def augment(self, batch: dict[str, Tensor], keys: np.ndarray) -> dict[str, Tensor]:
-        """Shift each image at random, as a function of its key, so that a resume repeats it."""
+        """Shift each image at random. Its key determines the shift, so that a resume repeats it."""
         if not self.max_shift:
             return batch
-        images, span = batch["images"], 2 * self.max_shift + 1
+        images = batch["images"]
         height, width = images.shape[-2:]
         padded = F.pad(images, [self.max_shift] * 4)
-        down, across = (keys % span).astype(int), (keys // span % span).astype(int)
-        rows = torch.from_numpy(down)[:, None] + torch.arange(height)
-        columns = torch.from_numpy(across)[:, None] + torch.arange(width)
-        one = torch.arange(len(images))[:, None, None]
-        shifted = padded[one, :, rows[:, :, None], columns[:, None, :]]
+        # In the padded image, the upper left corner of the shifted one is at 0 ... 2 * max_shift.
+        offsets = 2 * self.max_shift + 1
+        top = (keys % offsets).astype(int)
+        left = (keys // offsets % offsets).astype(int)
+        rows = torch.from_numpy(top)[:, None] + torch.arange(height)
+        columns = torch.from_numpy(left)[:, None] + torch.arange(width)
+        image_indices = torch.arange(len(images))[:, None, None]
+        # Indexing moves the channels to the last axis: [n, height, width, channels].
+        shifted = padded[image_indices, :, rows[:, :, None], columns[:, None, :]]
         return {**batch, "images": shifted.permute(0, 3, 1, 2).contiguous()}
 
 
@@ -173,9 +203,14 @@ class ImageFiles(Images):
     """Images in files, decoded when they are read; use --train.loader-workers."""
 
     def __init__(self, files: list[Path], labels: np.ndarray, channels: int, size: int) -> None:
-        self.files, self.labels, self.size = files, torch.from_numpy(labels), size
-        self.channels, self.asked_for = channels, True
-        self.brightest, self.max_shift = 255.0, 0
+        self.files = files
+        self.labels = torch.from_numpy(labels)
+        self.size = size
+        self.channels = channels
+        # Whether the user chose the number of channels; otherwise the first image did.
+        self.asked_for = True
+        self.brightest = 255.0
+        self.max_shift = 0
 
     def read(self, ids: list[int]) -> np.ndarray:
         """Decode, scale and crop images; UserError if one is not an image, or sizes differ."""
@@ -185,6 +220,7 @@ class ImageFiles(Images):
                 f"{self.files[ids[0]]} and other images in its batch have different sizes: scale "
                 "them with --data.size PIXELS"
             )
+        # Grey images have no axis of channels yet; -1 adds it.
         return np.stack(decoded).reshape(len(ids), *decoded[0].shape[:2], -1)
 
     def decode(self, file: Path) -> Image.Image:
@@ -195,7 +231,9 @@ class ImageFiles(Images):
                 f"{file} is in colour, but the first image is grey: choose --data.channels 3 or 1"
             )
         image = image.convert("L" if self.channels == 1 else "RGB")
-        return ImageOps.fit(image, (self.size, self.size)) if self.size else image
+        if self.size:
+            image = ImageOps.fit(image, (self.size, self.size))
+        return image
 
 
 def read_image(file: Path) -> Image.Image:
@@ -205,10 +243,10 @@ def read_image(file: Path) -> Image.Image:
             image.load()
             # Turn it upright, as viewers do.
             ImageOps.exif_transpose(image, in_place=True)
-    # Pillow raises a dozen types.
+    # Pillow raises errors of a dozen types.
     except Exception as error:
         raise UserError(f"{file} cannot be read as an image: {error}") from None
-    # A conversion would clip 16-bit channels, for example.
+    # Converting other modes would lose values: 16-bit channels, for example, would be clipped.
     if image.mode not in (*GREY, *COLOUR):
         raise UserError(f"{file} has pixels of mode {image.mode}: save it with 8 bits per channel")
     return image
@@ -225,11 +263,14 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     check_regular([path])
     try:
         with np.load(path, allow_pickle=False) as file:
-            images, labels = file["images"], file["labels"]
+            images = file["images"]
+            labels = file["labels"]
     except Exception as error:
         raise UserError(f"--data.path {path}: not an .npz of images and labels ({error})") from None
-    fit = images.dtype == np.uint8 and images.ndim in (3, 4) and labels.dtype.kind in "iu"
-    if not fit or labels.shape != images.shape[:1]:
+    has_images = images.dtype == np.uint8 and images.ndim in (3, 4)
+    # Signed or unsigned integers, one per image.
+    has_labels = labels.dtype.kind in "iu" and labels.shape == images.shape[:1]
+    if not has_images or not has_labels:
         raise UserError(
             f"--data.path {path}: expected `images` uint8 [n, height, width] or [n, height, width, "
             f"channels] and `labels` int [n], found {images.dtype} {list(images.shape)} and "
@@ -239,7 +280,9 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
         raise UserError(
             f"--data.path {path} has no images, or a negative label: labels count from 0"
         )
-    images = images if images.ndim == 4 else images[..., None]
+    # Grey images may come without an axis of channels.
+    if images.ndim == 3:
+        images = images[..., None]
     if images.shape[3] > 4:
         raise UserError(
             f"--data.path {path}: the images have {images.shape[3]} channels. If channels are the "

@@ -11,7 +11,7 @@ from .data import Spec, build_datasets
 from .device import move
 from .sampling import fetch
 
-# Larger images are scaled down to this many pixels, each of which is two characters wide.
+# Images are scaled down to at most this many pixels in width and height.
 WIDEST = 32
 
 

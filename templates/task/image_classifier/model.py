@@ -1,7 +1,7 @@
 """The model: yours to replace. A small residual network without batch statistics.
 
-What the rest relies on is in three functions at the end (`build_model`, `compute_loss`, `blocks`)
-and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
+Other modules rely on three functions at the end (`build_model`, `compute_loss`, `blocks`) and on
+`ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
 """
 
 from collections.abc import Iterable
@@ -70,7 +70,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute one layer; x is [batch, features, height, width]."""
+        """Compute one layer; x is [batch, channels, height, width]."""
         y = self.conv1(F.gelu(self.norm1(x)))
         return x + self.conv2(self.dropout(F.gelu(self.norm2(y))))
 

@@ -38,12 +38,13 @@ class Sample:
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
         """Generate text as `infer` does, for the log, the tracker and the report."""
+        # Imported here, so that an error in infer.py only disables this callback.
         from .infer import InferConfig, decode, generate
 
         context = state.config.data.context
         options = InferConfig(tokens=min(self.length, context))
-        sample = fetch(state.validation, np.array([0]))["tokens"][0]
-        prompt = sample[: self.prompt_length].tolist()
+        batch = fetch(state.validation, np.array([0]))
+        prompt = batch["tokens"][0][: self.prompt_length].tolist()
         # All ranks generate, since the model may be sharded.
         with evaluation_mode(state.module):
             tokens = prompt + list(generate(state.module, prompt, context, options))

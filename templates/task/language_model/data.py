@@ -34,6 +34,11 @@ from .text import (
 if TYPE_CHECKING:
     from .config import Config
 
+# One in this many text files, or samples, is for validation.
+VALIDATION_SHARE = 20
+# The number of files that a dataset keeps open. Many systems allow a process 1,024, some 256.
+MOST_OPEN = 128
+
 
 @dataclass(frozen=True)
 class DataConfig(TextConfig):
@@ -78,47 +83,53 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     twentieth of the data is for validation: some of many text files, chosen by a hash of their
     names, or the end of other data.
     """
-    data, encoding = config.data, "bytes"
-    folder = data.path or Path(sysconfig.get_paths()["stdlib"])
-    if not folder.exists():
-        raise UserError(f"--data.path: {folder.absolute()} does not exist")
-    files = [folder] if folder.suffix == ".bin" else sorted(folder.glob("*.bin"))
-    if files:
-        data, encoding = described(folder, data)
-        check_token_files(files, data.vocabulary, data.token_type)
-        for_training = [file for file in files if not file.name.startswith("val")]
-        for_validation = [file for file in files if file.name.startswith("val")]
-        parts = [for_training, for_validation]
-        identity = fingerprint_files(folder, files, data.context, data.token_type)
+    data = config.data
+    encoding = "bytes"
+    path = data.path or Path(sysconfig.get_paths()["stdlib"])
+    if not path.exists():
+        raise UserError(f"--data.path: {path.absolute()} does not exist")
+    token_files = [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
+    if token_files:
+        # A description in the folder may complete the settings.
+        data, encoding = described(path, data)
+        check_token_files(token_files, data.vocabulary, data.token_type)
+        for_training = [file for file in token_files if not file.name.startswith("val")]
+        for_validation = [file for file in token_files if file.name.startswith("val")]
+        identity = fingerprint_files(path, token_files, data.context, data.token_type)
     else:
         data = replace(data, vocabulary=256)
-        parts = read_text(folder, "" if data.path else ".py")
-        identity = fingerprint(*parts[0], *parts[1], data.context)
-    training, validation = (
-        Chunks(part, data.context, data.vocabulary, data.token_type) for part in parts
-    )
-    if not parts[1]:
+        # The folder of the standard library also has other files than source code.
+        ending = "" if data.path else ".py"
+        for_training, for_validation = read_text(path, ending)
+        identity = fingerprint(*for_training, *for_validation, data.context)
+    training = Chunks(for_training, data.context, data.vocabulary, data.token_type)
+    validation = Chunks(for_validation, data.context, data.vocabulary, data.token_type)
+    if not for_validation:
         validation = training.split()
-    if not any(parts):
-        raise UserError(f"--data.path {folder} has neither text nor .bin files of tokens")
+    if not for_training and not for_validation:
+        raise UserError(f"--data.path {path} has neither text nor .bin files of tokens")
     if not len(training) or not len(validation):
         raise UserError(
-            f"{folder} has too few tokens for training and validation with a context of "
+            f"{path} has too few tokens for training and validation with a context of "
             f"{data.context}: give more data, or a smaller --data.context"
         )
-    place = folder if folder.is_dir() else folder.parent
-    spec = Spec(data.vocabulary, encoding, place, data.context, identity)
-    return training, validation, replace(spec, fingerprint=fingerprint_of_text(data, spec))
-
-
-# One in this many text files, or samples, is for validation.
-VALIDATION_SHARE = 20
-# The number of files that a dataset keeps open. Many systems allow a process 1,024, some 256.
-MOST_OPEN = 128
+    spec = Spec(
+        vocabulary=data.vocabulary,
+        encoding=encoding,
+        folder=path if path.is_dir() else path.parent,
+        tokens_per_sample=data.context,
+        fingerprint=identity,
+    )
+    # Settings of text may change the batches, so they may change the fingerprint.
+    spec = replace(spec, fingerprint=fingerprint_of_text(data, spec))
+    return training, validation, spec
 
 
 class Chunks:
-    """Chunks of `context` + 1 tokens from several sources, which are arrays or .bin files."""
+    """Chunks of `context` + 1 tokens from several sources, which are arrays or .bin files.
+
+    A chunk begins with the last token of the one before, which is only a target there.
+    """
 
     # This dataset uses no random numbers. Delete the line if yours does; otherwise a resume is not
     # exact.
@@ -127,16 +138,28 @@ class Chunks:
     def __init__(
         self, sources: Sequence[np.ndarray | Path], context: int, vocabulary: int, kind: str
     ) -> None:
-        self.sources, self.context, self.vocabulary = sources, context, vocabulary
+        self.sources = sources
+        self.context = context
+        self.vocabulary = vocabulary
+        # The type of the tokens in files, which are little-endian.
         self.kind = np.dtype(kind).newbyteorder("<")
         # Files are opened when first read, since there may be more than a process may open.
         self.files: dict[int, BinaryIO] = {}
-        width = self.kind.itemsize
-        lengths = [s.stat().st_size // width if isinstance(s, Path) else len(s) for s in sources]
-        # No chunk crosses the end of a source.
-        self.counts = np.array([max(0, length - 1) // context for length in lengths], int)
+        # The number of chunks of each source. No chunk crosses the end of a source.
+        counts: list[int] = []
+        for source in sources:
+            if isinstance(source, Path):
+                length = source.stat().st_size // self.kind.itemsize
+            else:
+                length = len(source)
+            # After the first token, each chunk takes `context` more.
+            counts.append(max(0, length - 1) // context)
+        self.counts = np.array(counts, int)
+        # For each source, its last chunk plus one.
         self.ends = np.cumsum(self.counts)
-        self.first, self.last = 0, int(self.counts.sum())
+        # The samples of this dataset are the chunks first ... last - 1; `split` divides them.
+        self.first = 0
+        self.last = int(self.counts.sum())
 
     def __len__(self) -> int:
         """Return the number of samples; an incomplete chunk at the end of a source is not used."""
@@ -144,14 +167,17 @@ class Chunks:
 
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
         """Read a batch: {"tokens": [n, context + 1]}, uint8 for text, int32 for token files."""
-        places = np.asarray(ids) + self.first
-        which = np.searchsorted(self.ends, places, side="right")
-        starts = (places - (self.ends - self.counts)[which]) * self.context
-        rows = np.stack(list(map(self.stretch, which.tolist(), starts.tolist())))
+        chunks = np.asarray(ids) + self.first
+        # For each chunk, the index of its source, and of its first token in that source.
+        sources = np.searchsorted(self.ends, chunks, side="right")
+        first_chunks = self.ends - self.counts
+        starts = (chunks - first_chunks[sources]) * self.context
+        rows = np.stack(list(map(self.stretch, sources.tolist(), starts.tolist())))
         if rows.dtype != np.uint8:
             # An embedding on a GPU would fail without naming the token.
             if rows.max() >= self.vocabulary:
-                file = self.sources[int(which[rows.max(axis=1).argmax()])]
+                bad_row = rows.max(axis=1).argmax()
+                file = self.sources[int(sources[bad_row])]
                 raise UserError(
                     f"{file} has a token {rows.max()}, outside --data.vocabulary "
                     f"{self.vocabulary}: correct --data.vocabulary or --data.token-type"
@@ -161,19 +187,24 @@ class Chunks:
 
     def stretch(self, source: int, start: int) -> np.ndarray:
         """Read `context` + 1 tokens of a source, given by its index, from token `start` on."""
-        length, width = self.context + 1, self.kind.itemsize
-        if not isinstance(path := self.sources[source], Path):
-            return path[start : start + length]
+        length = self.context + 1
+        array_or_path = self.sources[source]
+        if not isinstance(array_or_path, Path):
+            return array_or_path[start : start + length]
+        path = array_or_path
+        bytes_per_token = self.kind.itemsize
+        size = length * bytes_per_token
         try:
             if source not in self.files:
                 while len(self.files) >= MOST_OPEN:
-                    self.files.pop(next(iter(self.files))).close()
+                    opened_first = next(iter(self.files))
+                    self.files.pop(opened_first).close()
                 self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115
             # Not memory-mapped: for a random chunk, the system would also read data around it.
-            content = os.pread(self.files[source].fileno(), length * width, start * width)
+            content = os.pread(self.files[source].fileno(), size, start * bytes_per_token)
         except OSError as error:
             raise UserError(f"{path} can no longer be read: {error.strerror}") from None
-        if len(content) < length * width:
+        if len(content) < size:
             raise UserError(
                 f"{path} has become shorter during this run: restore the file, then run the same "
                 "command again to resume"
@@ -185,10 +216,13 @@ class Chunks:
         return {**vars(self), "files": {}}
 
     def split(self) -> "Chunks":
-        """Cut off the last twentieth of the samples, and return it."""
-        rest = copy.copy(self)
-        self.last = rest.first = self.last - -(-self.last // VALIDATION_SHARE)
-        return rest
+        """Cut off the last twentieth of the samples, and return it as another dataset."""
+        validation = copy.copy(self)
+        # Round up.
+        count = -(-self.last // VALIDATION_SHARE)
+        self.last -= count
+        validation.first = self.last
+        return validation
 
 
 def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
@@ -198,7 +232,8 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
     check_regular(files)
     width = np.dtype(kind).itemsize
     for file in files:
-        if not (size := file.stat().st_size) or size % width:
+        size = file.stat().st_size
+        if size == 0 or size % width:
             raise UserError(
                 f"{file} has {size:,} bytes, which is not a multiple of {width}, or 0: it is not a "
                 f"file of {kind} tokens (--data.token-type)"
@@ -206,44 +241,55 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
 
 
 def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
-    """Read the text at `path` as bytes (uint8), for training and for validation.
+    """Read the text at `path` as bytes (uint8): a list for training, and one for validation.
 
-    In a folder, only files whose names end with `ending` are read.
+    Each list has one array, or none if there is no such text. In a folder, only files whose names
+    end with `ending` are read.
     """
     texts: dict[Path, bytes] = {}
     left_out: list[Path] = []
     json_as_text: list[Path] = []
-    for file in text_files(path, ending) if path.is_dir() else [path]:
+    files = text_files(path, ending) if path.is_dir() else [path]
+    for file in files:
         # The Python standard library may have broken links.
         if ending and not file.is_file():
             continue
         check_regular([file])
         content = file.read_bytes()
-        # UTF-16, or not text.
+        # A NUL byte means UTF-16, or no text at all.
         if b"\0" in content:
             left_out.append(file)
             continue
         if has_json_lines(file, "text"):
             with open(file, "rb") as lines:
+                # A NUL byte ends a document.
                 content = b"\0".join(texts_in(lines, "text", len(content)))
         elif is_json(file):
             json_as_text.append(file)
         texts[file.relative_to(path)] = content
-    # Only the user's own folder is read without an ending.
+    # Warn only about the user's own data, which are read without an ending.
     if not ending:
         warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
         warn_of_json_as_text(json_as_text)
+    # Test files are not used.
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
-        # A hash of the name is the same on every machine, and does not change when files are added.
-        # Its bytes, since a name need not be UTF-8.
-        chosen = zlib.crc32(os.fsencode(name.as_posix())) % VALIDATION_SHARE == 0
-        parts[split or ("val" if chosen else "train")].append(content)
-    both = [parts["train"], parts["val"]]
+        # Without a split in the names, a hash of the name decides. It is the same on every machine,
+        # and does not change when files are added. It takes bytes, since a name need not be UTF-8.
+        is_for_validation = zlib.crc32(os.fsencode(name.as_posix())) % VALIDATION_SHARE == 0
+        by_hash = "val" if is_for_validation else "train"
+        parts[split or by_hash].append(content)
+    training_and_validation = [parts["train"], parts["val"]]
     # With very few files, the hash may have chosen all of them for validation.
-    if not both[0]:
-        both.reverse()
-    return [[np.frombuffer(b"\0".join(part), np.uint8)] if part else [] for part in both]
+    if not parts["train"]:
+        training_and_validation.reverse()
+    sources: list[list[np.ndarray]] = []
+    for contents in training_and_validation:
+        if contents:
+            sources.append([np.frombuffer(b"\0".join(contents), np.uint8)])
+        else:
+            sources.append([])
+    return sources
 
 
 def text_files(folder: Path, ending: str) -> Iterator[Path]:
@@ -252,5 +298,8 @@ def text_files(folder: Path, ending: str) -> Iterator[Path]:
     walked = os.walk(folder) if ending else walk_folders(folder)
     for parent, folders, files in walked:
         left_out = ("site-packages", "__pycache__")
+        # The walk visits the folders that remain in this list.
         folders[:] = sorted(f for f in folders if f not in left_out and f[0] != ".")
-        yield from (Path(parent, f) for f in sorted(files) if f.endswith(ending) and f[0] != ".")
+        for name in sorted(files):
+            if name.endswith(ending) and name[0] != ".":
+                yield Path(parent, name)

@@ -33,15 +33,16 @@ class InferConfig:
 def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) -> None:
     """Print the prompt and the model's continuation, token by token."""
     prompt = encode(options.prompt, spec)
-    tokens = itertools.chain(prompt, generate(model, prompt, config.data.context, options))
+    continuation = generate(model, prompt, config.data.context, options)
+    tokens = itertools.chain(prompt, continuation)
     # Write bytes, since a character may consist of several tokens. A notebook accepts only text.
     stdout = getattr(sys.stdout, "buffer", None)
     try:
-        for text in decode(tokens, spec):
+        for content in decode(tokens, spec):
             if stdout is None:
-                print(text.decode(errors="replace"), end="")
+                print(content.decode(errors="replace"), end="")
             else:
-                stdout.write(text)
+                stdout.write(content)
                 stdout.flush()
     finally:
         print()
@@ -52,6 +53,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that the model generates after a prompt."""
     device = next(model.parameters()).device
+    # The remainder makes any integer a valid seed.
     generator = torch.Generator(device).manual_seed(options.seed % 2**63)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(options.tokens):
@@ -71,6 +73,7 @@ def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> 
         lowest = logits.topk(options.top_k).values[-1]
         logits = logits.masked_fill(logits < lowest, -torch.inf)
     probabilities = (logits / options.temperature).softmax(dim=0)
+    # Infinite logits give probabilities of NaN.
     if probabilities.isnan().any():
         raise UserError("the model's output is not finite: use an earlier checkpoint (--step)")
     return torch.multinomial(probabilities, 1, generator=generator)[0]

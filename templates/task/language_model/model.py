@@ -1,7 +1,7 @@
 """The model: yours to replace. A decoder-only transformer over bytes or tokens.
 
-What the rest relies on is in three functions at the end (`build_model`, `compute_loss`, `blocks`)
-and in `ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
+Other modules rely on three functions at the end (`build_model`, `compute_loss`, `blocks`) and on
+`ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
 """
 
 import math
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
-# The most logits in memory at a time, unless the loss is compiled: 1 GB in float32. The number is
-# fixed, since a resume must compute the same bits however much memory is free.
+# The most logits in memory at a time (1 GB in float32); a compiled loss needs no limit. The number
+# is fixed, since a resume must compute the same bits however much memory is free.
 MAX_LOGITS = 2**28
 
 
@@ -85,7 +85,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 def rotary(context: int, size: int) -> Tensor:
     """Compute cosines and sines of all rotation angles, [2, context, size / 2].
 
-    Rotary position embedding (RoPE): Su et al., 2021.
+    Rotary position embedding (RoPE): Su et al., 2021. `size` is the number of features of a head.
     """
     frequencies = 10_000.0 ** -(torch.arange(0, size, 2) / size)
     angles = torch.outer(torch.arange(context), frequencies)
@@ -93,27 +93,27 @@ def rotary(context: int, size: int) -> Tensor:
 
 
 def turn(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Turn pairs of features by angles; a pair is a feature of each half of the last dimension."""
+    """Rotate pairs of features; feature i of x's first half and i of its second half are a pair."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 
 
 class Rotation(torch.autograd.Function):
-    """`turn`, with a backward of its own: the turn by the opposite angles.
+    """`turn`, with its own backward, which rotates by the opposite angles.
 
-    It has the values of autograd's own backward. But the compiler makes one kernel of that, which
-    reads memory out of order: on an H200 nine times slower than its bytes allow.
+    Autograd's backward computes the same values, but torch.compile makes a kernel of it that reads
+    memory out of order: on an H200 it is nine times slower than the memory bandwidth allows.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-        """Return x, turned."""
+        """Rotate x."""
         ctx.save_for_backward(cosines, sines)
         return turn(x, cosines, sines)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Turn the gradient back."""
+        """Rotate the gradient back."""
         cosines, sines = ctx.saved_tensors
         return turn(gradient, cosines, -sines), None, None
 
@@ -129,7 +129,10 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """Attend to the same and all earlier positions; x is [batch, time, width]."""
+        """Attend to the same and all earlier positions; x is [batch, time, width].
+
+        `table` has the cosines and sines from `rotary`.
+        """
         q, k, v = self.heads_of(x, table)
         dropout = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
@@ -137,14 +140,16 @@ class Attention(nn.Module):
 
     def heads_of(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Project x to queries, keys (both rotated) and values, each [batch, heads, time, size]."""
+        # Split the last axis into q, k and v, heads, and features of a head.
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        # Each slice is contiguous at any length. One slice of both would be so at full length
-        # alone, and an exported program would take no other length.
+        # Slice cosines and sines separately: each slice is contiguous at any length. One slice of
+        # both would be contiguous only at full length, and an exported program would accept no
+        # other length. `None` adds an axis for the heads.
         time = x.shape[1]
         cosines = table[0, :time, None].to(q.dtype)
         sines = table[1, :time, None].to(q.dtype)
-        # Rotated before the transposition, where the features of all heads of a token are
-        # neighbours in memory.
+        # Rotate before the transposition: there, the features of all heads of a token are next to
+        # each other in memory.
         q = Rotation.apply(q, cosines, sines)
         k = Rotation.apply(k, cosines, sines)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
@@ -154,7 +159,7 @@ class SquaredReLU(torch.autograd.Function):
     """The square of a ReLU, as good as GELU (So et al., 2021), and cheaper.
 
     Autograd would multiply twice, add, and mask what is zero already: 12 passes over memory. This
-    backward takes 5, to the same values.
+    backward takes 5 and computes the same values.
     """
 
     @staticmethod
@@ -169,7 +174,7 @@ class SquaredReLU(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Multiply by the derivative."""
         (x,) = ctx.saved_tensors
-        # 0 + 2 relu(x) gradient, in one kernel after the ReLU's.
+        # One kernel computes the ReLU, another one 0 + 2 * relu(x) * gradient.
         return torch.addcmul(gradient.new_zeros(()), F.relu(x), gradient, value=2)
 
 
@@ -193,7 +198,7 @@ class Block(nn.Module):
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Compute the losses of rows x [rows, width], summed in float32."""
+    """Sum the losses of x [rows, width] in float32; weight is [vocabulary, width]."""
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
@@ -202,15 +207,16 @@ def loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
     logits = F.linear(x, weight)
     log_probabilities = F.log_softmax(logits.float(), dim=-1)
     loss = F.nll_loss(log_probabilities, targets, reduction="sum")
-    # The gradient with respect to the logits is the probabilities, minus 1 at the target. It takes
-    # the memory of the logits. Autograd would pass over memory of this size twice as often.
+    # Targets of -100 have no loss (`ignore_index` of F.nll_loss), and are not valid indices.
     index = targets.clamp(min=0)[:, None]
+    # The gradient with respect to the logits is the probabilities, minus 1 at the target. It
+    # overwrites the logits. Autograd would pass over memory of this size twice as often.
     at_target = log_probabilities.gather(1, index).expm1()
     gradient = torch.exp(log_probabilities, out=logits)
     gradient.scatter_(1, index, at_target.to(gradient.dtype))
-    # Targets of -100 have no loss (`ignore_index` of F.nll_loss), so their rows have no gradient.
+    # Rows without a loss have no gradient.
     has_loss = (targets >= 0)[:, None]
-    x_gradient = gradient @ weight * has_loss
+    x_gradient = (gradient @ weight) * has_loss
     weight_gradient = gradient.T @ (x * has_loss)
     return loss, x_gradient, weight_gradient
 
@@ -227,12 +233,12 @@ class LossInParts(torch.autograd.Function):
         """Return the loss; a chunk has `rows` rows of x and their targets."""
         losses = []
         x_gradients = []
-        # The chunks add up in float32: a sum in bfloat16 would lose what the last ones add.
+        # Add up the chunks in float32: in bfloat16, rounding would lose what the last chunks add.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float)
         for chunk, chunk_targets in zip(x.split(rows), targets.split(rows), strict=True):
-            loss, of_chunk, of_weight = loss_and_gradients(chunk, weight, chunk_targets)
+            loss, of_x, of_weight = loss_and_gradients(chunk, weight, chunk_targets)
             losses.append(loss)
-            x_gradients.append(of_chunk)
+            x_gradients.append(of_x)
             weight_gradient += of_weight
         ctx.save_for_backward(torch.cat(x_gradients), weight_gradient.to(weight.dtype))
         return torch.stack(losses).sum()
@@ -248,7 +254,7 @@ class LossInParts(torch.autograd.Function):
 class Output(nn.Module):
     """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
 
-    # Activation checkpointing leaves it alone: it would compute the loss a second time.
+    # No activation checkpointing: it would compute the loss a second time in backward.
     recompute = False
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
@@ -261,8 +267,9 @@ class Output(nn.Module):
         # The compiler fuses the logits with the loss, so they need no chunks.
         if torch.compiler.is_compiling():
             return summed_loss(x, weight, targets)
-        # Otherwise all logits would be the largest tensors of a step.
-        rows = max(1, MAX_LOGITS // len(weight))
+        # Without the compiler, the logits of all rows would be the largest tensor of a step.
+        vocabulary = len(weight)
+        rows = max(1, MAX_LOGITS // vocabulary)
         if len(x) <= rows:
             return summed_loss(x, weight, targets)
         # Autocast would cast the weight for each chunk. Cast once, to the dtype that it chooses.
@@ -280,6 +287,7 @@ class Output(nn.Module):
 class GPT(nn.Module):
     """Tokens in, logits of the next token or their loss out; both ends share one embedding."""
 
+    # A subclass may have another attention.
     attention = Attention
 
     def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:

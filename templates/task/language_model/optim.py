@@ -47,7 +47,7 @@ class OptimConfig(ScheduleConfig):
             raise UserError("optim: weight-decay and clip must be >= 0")
 
 
-# Layers whose weight holds several matrices, one above the other; Muon takes each by itself.
+# Layers whose weight holds several matrices, one above the other. Muon updates each separately.
 FUSED = {"qkv": 3}
 # The most values in the matrices that are orthogonalized at once: 64 MB in bfloat16, and the
 # iteration holds about three times as much.
@@ -67,6 +67,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         {"params": [p for p in rest if p.ndim >= 2]},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
+    # One group for all weights that hold the same number of matrices.
     for count in sorted(set(hidden.values())):
         weights = [p for p in trainable if hidden.get(p) == count]
         groups.append({"params": weights, "matrices": count})
@@ -97,23 +98,26 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
     for block in blocks(model):
         for name, p in block.named_parameters():
             if p.ndim == 2 and p.is_floating_point():
+                # The layer of "attention.qkv.weight" is "qkv".
                 layer = name.removesuffix(".weight").rpartition(".")[2]
                 count = FUSED.get(layer, 1)
+                # Matrices of equal height must fill the weight; otherwise it is a single one.
                 hidden[p] = count if len(p) % count == 0 else 1
     return hidden
 
 
 def supports_fused(parameters: list[nn.Parameter]) -> bool:
-    """Tell whether AdamW can update all of them with one kernel (fused)."""
+    """Tell whether AdamW can update all of these parameters with one kernel (fused)."""
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 class Muon(torch.optim.Optimizer):
     """Muon for groups with "matrices" (how many each parameter holds); AdamW for the others.
 
-    A matrix changes by its momentum with all singular values near one (Jordan et al., 2024:
-    kellerjordan.github.io/posts/muon), at the size of AdamW's updates (Liu et al., 2025: arXiv
-    2502.16982), so that AdamW's rate and weight decay fit both. One rank computes each matrix.
+    The update of a matrix is its momentum with all singular values brought near one (Jordan et al.,
+    2024: kellerjordan.github.io/posts/muon). It is scaled to the size of AdamW's updates (Liu et
+    al., 2025: arXiv 2502.16982), so that AdamW's rate and weight decay fit both. Each update is
+    computed on one rank.
     """
 
     def __init__(
@@ -138,9 +142,9 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters += group["params"]
         fused = supports_fused(parameters)
-        # The two share the groups, so the schedule and checkpoints deal with one optimizer.
+        # AdamW shares the groups, so that the schedule and checkpoints deal with one optimizer.
         self.adamw: Any = torch.optim.AdamW(self.param_groups, fused=fused)
-        # With this flag the loop sets `found_inf` instead of skipping the step.
+        # An optimizer with this flag gets `found_inf` from the loop and skips bad steps itself.
         self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
@@ -148,6 +152,7 @@ class Muon(torch.optim.Optimizer):
         """Update each parameter that has a gradient, unless `found_inf` is set."""
         found_inf = getattr(self, "found_inf", None)
         self.adamw.found_inf = found_inf
+        # Loading a checkpoint replaces state and groups, so AdamW gets them at each step.
         self.adamw.state = self.state
         self.adamw.param_groups = [g for g in self.param_groups if not g["matrices"]]
         self.adamw.step()
@@ -169,8 +174,9 @@ class Muon(torch.optim.Optimizer):
         momenta = [parallel.local_part(self.state[p]["momentum_buffer"]) for p in matrices]
         rate: Any = group["lr"]
         if found_inf is not None:
-            # A bad step must change nothing, and reading the flag would wait for the device. So
-            # the rate becomes zero, and the momentum moves towards itself.
+            # `found_inf` is 1 in a bad step, else 0. A bad step must change nothing, but reading
+            # the flag would wait for the device. So in a bad step the rate becomes zero, and the
+            # momentum replaces the gradient, which leaves their average as it is.
             rate = rate * (1.0 - found_inf)
             is_bad = found_inf.bool()
             for gradient, momentum in zip(gradients, momenta, strict=True):
@@ -178,7 +184,7 @@ class Muon(torch.optim.Optimizer):
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
         # Nesterov momentum: the gradient counts once more.
         updates = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-        # Round to bfloat16 only where all other matrix products are rounded, too.
+        # Round to bfloat16 only if all other matrix products are rounded, too ("medium").
         is_rounded = torch.get_float32_matmul_precision() == "medium"
         if is_rounded:
             updates = cast(updates, [torch.bfloat16] * len(updates))
@@ -202,7 +208,7 @@ def cast(tensors: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
 
 
 def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
-    """Return the nearest matrices with equal singular values, at 0.2 a value (AdamW's size).
+    """Return the nearest matrices with equal singular values, at the size of AdamW's updates.
 
     The singular values are equal only roughly, which is enough for Muon (`newton_schulz`).
     Each matrix holds `parts` matrices, one above the other, which are orthogonalized separately.
@@ -217,13 +223,17 @@ def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
         for first in range(0, len(indices), count):
             chunk = indices[first : first + count]
             x = torch.stack([matrices[index] for index in chunk])
+            # Separate the parts of each matrix: [chunk * parts, rows of a part, columns].
             x = x.unflatten(1, (parts, -1)).flatten(0, 1)
             _, rows, columns = x.shape
             if rows > columns:
                 x = newton_schulz(x.mT).mT.contiguous()
             else:
                 x = newton_schulz(x)
+            # Singular values of one mean a root mean square of 1 / sqrt(max(rows, columns)). Scale
+            # it to 0.2, as in AdamW's updates.
             x *= 0.2 * max(rows, columns) ** 0.5
+            # Stack the parts of each matrix again.
             x = x.unflatten(0, (-1, parts)).flatten(1, 2)
             for index, result in zip(chunk, x, strict=True):
                 results[index] = result
@@ -235,8 +245,8 @@ def newton_schulz(x: Tensor) -> Tensor:
     # Each step maps a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5 and leaves the
     # singular vectors alone. Five steps bring values of 0.001 to 1 into 0.7 ... 1.2. These
     # coefficients do not converge to 1; they raise small values fastest (Jordan et al., 2024).
-    # Dividing by the Frobenius norm makes all singular values at most 1. A norm below the bound
-    # would come from values whose squares are zero.
+    # Dividing by the Frobenius norm makes all singular values at most 1. Its lower bound avoids a
+    # division by zero.
     x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-15)
     for _ in range(5):
         square = x @ x.mT

@@ -19,9 +19,10 @@ class WorkflowConfig:
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class."""
+    """Run the only command; `parse(cls)` parses its arguments into settings of type `cls`."""
     from ..checkpoint.storage import on_disk
     from .baseline import measure
     from .stage import StageConfig
 
+    # `on_disk` leaves out the object store, if there is one: the stage measures this machine.
     return measure(on_disk(parse(StageConfig)))

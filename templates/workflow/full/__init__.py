@@ -25,17 +25,18 @@ class WorkflowConfig(stages.WorkflowConfig):
 
 
 def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -> int:
-    """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class."""
+    """Run one of `COMMANDS`; `parse(cls)` parses the arguments into settings of type `cls`."""
     if name == "compare":
         from .compare import CompareConfig, compare
 
         return compare(parse(CompareConfig))
     if name == "baseline":
-        # In this project the baseline also searches for faster settings.
+        # tuning.py measures the baseline, and also searches for faster settings.
         from ..checkpoint.storage import on_disk
         from .stage import StageConfig
         from .tuning import measure
 
+        # `on_disk` leaves out the object store, if there is one: the stage measures this machine.
         return measure(on_disk(parse(StageConfig)))
     measure_again = ""
     if name == "workflow":
@@ -43,9 +44,10 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         from .stage import StageConfig
 
         expect = parse(StageConfig).workflow.expect
-        # Refuse an invalid file before anything is measured.
+        # Raise an error for an invalid file before anything is measured.
         read_expected(expect)
         if expect:
-            # The file may have changed since the baseline was measured.
+            # An earlier result is reused if settings and code are the same, but the content of this
+            # file may have changed since.
             measure_again = "baseline"
     return stages.run_command(name, arguments, parse, measure_again)

@@ -2,8 +2,9 @@
 
 A difference counts if it exceeds two standard errors. These include the errors of both medians and
 the variation from one measurement of the same code to the next (`NOISE`, or `ONCE` for a single
-value). Interleaved measurements have an interval already. If the variation is no larger than that,
-at most 5 % of pairs without a real difference get a verdict; on shared machines it can be larger.
+value). For interleaved measurements, the interval that their stage computed is used. If the real
+variation is no larger than these constants, at most 5 % of pairs without a real difference get a
+verdict; on shared machines it can be larger.
 """
 
 import math
@@ -23,7 +24,8 @@ from .chain import has_effect, read_stage, result_in, user_metrics
 from .interleaved import Interval, median_interval
 from .timing import differences, spread
 
-# Relative standard deviations from one measurement to the next.
+# Relative standard deviations from one measurement to the next: of a median over steps, of a number
+# of bytes, and of a value that was measured once.
 NOISE = 0.032
 NOISE_OF_BYTES = 0.01
 ONCE = 0.13
@@ -32,7 +34,9 @@ LOSSES = 0.01
 # Suffixes of names of metrics.
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
+# The metrics of a training run that are compared, in addition to losses.
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
+# The facts about a machine that must be the same.
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
 # With a higher load per core, times are not comparable.
 BUSY = 1.5
@@ -85,7 +89,7 @@ def compare(options: CompareConfig) -> int:
 
 
 def contents(path: Path) -> dict[str, Content]:
-    """Return the results in a file or a run directory by stage; "run" is the training itself."""
+    """Return results by stage, from a file or a run directory; "run" has the training itself."""
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run directory, or the result of a stage")
     if not path.is_dir():
@@ -105,6 +109,7 @@ def content_of_run(path: Path) -> Content:
     """Return the metrics of a training run in the form of a stage's JSON."""
     records = list(read_records(path))
     figures: Content = {"records": len(records)}
+    # "losses" and "validation_losses", by step.
     for name in ("loss", "validation_loss"):
         losses: dict[int, Any] = {}
         for record in records:
@@ -114,17 +119,19 @@ def content_of_run(path: Path) -> Content:
     for name in OF_RUN:
         # Skip the first record, which includes warm-up and compilation.
         values = finite_values(records[1:], name)
-        if values:
-            figures[name] = max(values) if name.endswith("bytes") else spread(values)
+        if values and name.endswith("bytes"):
+            figures[name] = max(values)
+        elif values:
+            figures[name] = spread(values)
     # Metrics of your code get no verdict, since only you know whether more is better.
-    names: list[str] = []
+    metrics: list[str] = []
     for metric in user_metrics(records):
-        names += [metric, f"validation_{metric}"]
-    last: dict[str, float] = {}
+        metrics += [metric, f"validation_{metric}"]
+    last_values: dict[str, float] = {}
     for record in records:
-        for name in names:
+        for name in metrics:
             if finite(record.get(name)):
-                last[name] = float(record[name])
+                last_values[name] = float(record[name])
     status = read_json(path / "status.json")
     return {
         "machine": status.get("machine"),
@@ -132,7 +139,7 @@ def content_of_run(path: Path) -> Content:
         "ranks": status.get("ranks"),
         "settings": read_json(path / "config.json"),
         "figures": figures,
-        "metrics": last,
+        "metrics": last_values,
     }
 
 
@@ -147,7 +154,7 @@ def finite_values(records: list[dict[str, Any]], name: str) -> list[float]:
 
 def another_machine(a: Content, b: Content) -> str:
     """Return why two measurements cannot be compared; "" if they can."""
-    # A run without a first step has no machine.
+    # A start that finds nothing left to train writes status.json without the machine.
     if not a["machine"] or not b["machine"]:
         return "the machine is unknown"
     for key in OF_MACHINE:
@@ -166,6 +173,7 @@ def another_machine(a: Content, b: Content) -> str:
 def too_busy(a: Content, b: Content) -> str:
     """Return why times cannot be compared (busy cores, few records); "" if they can."""
     for content in (a, b):
+        # Only a training run has records.
         if content["figures"].get("records", FEW) < FEW:
             return f"fewer than {FEW} records"
     for machine in (a["machine"], b["machine"]):
@@ -186,8 +194,9 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
     for name in last_a:
         if name in last_b:
             yield f"{name} {last_a[name]:.4g} -> {last_b[name]:.4g} (last values)", ""
-    incomparable = another_machine(a, b)
-    busy = too_busy(a, b)
+    # Reasons why measurements cannot be compared, or "".
+    machine_differs = another_machine(a, b)
+    times_unreliable = too_busy(a, b)
     measured_a = dict(measured(a["figures"]))
     measured_b = dict(measured(b["figures"]))
     for name, first in measured_a.items():
@@ -197,13 +206,15 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         if isinstance(first, dict):
             yield verdict_of_losses(name, first, second)
         elif not ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER):
-            # A fraction of a step, such as data_wait, also grows when the rest gets faster.
+            # A fraction of a step, such as data_wait, gets no verdict: it also grows when the rest
+            # of the step gets faster.
             yield f"{name} {shown(name, first)} -> {shown(name, second)}", ""
+        # `ratio` takes logarithms, so values that may be 0 are left out.
         elif first.low > 0 and second.low > 0:
-            reason = incomparable
+            reason = machine_differs
             # Bytes do not depend on the machine's load.
             if not reason and not ends_with(name, ("bytes",)):
-                reason = busy
+                reason = times_unreliable
             line, verdict = verdict_of_figure(name, first, second)
             if reason:
                 verdict = f"not comparable: {reason}"
@@ -221,6 +232,8 @@ def changed_settings(a: Content, b: Content) -> Iterator[tuple[str, str]]:
 
 def verdict_of_figure(name: str, a: Interval, b: Interval) -> tuple[str, str]:
     """Return the line of a measurement, and its verdict."""
+    # An interval already covers the variation. A single value, whose interval has no width, needs
+    # it in addition, and so do bytes, which are peaks.
     noise = 0.0
     if ends_with(name, ("bytes",)):
         noise = NOISE_OF_BYTES
@@ -243,11 +256,13 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
         if key.endswith("losses"):
             yield name, losses_by_step(value)
         elif not isinstance(value, dict):
-            # The recommended save interval is neither better nor worse.
+            # Of single values, only those that get a verdict are shown. The recommended save
+            # interval gets none, since it is neither better nor worse.
             judged = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) and name != "interval_seconds"
             if judged and finite(value):
                 number = float(value)
-                yield name, Interval(number, number, number)
+                yield name, Interval(value=number, low=number, high=number)
+        # This is a result of `spread`.
         elif "median" in value:
             interval = interval_of(
                 median=float(value["median"]),
@@ -256,6 +271,7 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
                 count=float(value["n"]),
             )
             yield name, interval
+        # This is an Interval, such as a speedup of the stage `compile`.
         elif "low" in value:
             yield name, Interval(float(value["value"]), float(value["low"]), float(value["high"]))
         else:
@@ -277,7 +293,8 @@ def losses_by_step(losses: Any) -> dict[int, float]:
 def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
     """Compare losses at the same steps; return a line and its verdict.
 
-    Only the later half of the steps counts. More losses that are not finite are worse.
+    Only the later half of the steps counts. If one of the two has more losses there that are not
+    finite, it is worse.
     """
     steps = sorted(a.keys() & b.keys())
     if not steps:
@@ -289,10 +306,10 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
     if not differences(losses_of_a, losses_of_b).any():
         return line, "the same to the bit"
     later = steps[len(steps) // 2 :]
-    lost_in_a = sum(math.isnan(a[step]) for step in later)
-    lost_in_b = sum(math.isnan(b[step]) for step in later)
-    if lost_in_a != lost_in_b:
-        return line, "worse" if lost_in_b > lost_in_a else "better"
+    nans_in_a = sum(math.isnan(a[step]) for step in later)
+    nans_in_b = sum(math.isnan(b[step]) for step in later)
+    if nans_in_a != nans_in_b:
+        return line, "worse" if nans_in_b > nans_in_a else "better"
     ratios: list[float] = []
     for step in later:
         if a[step]:
@@ -300,6 +317,7 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
             times = 1 + (b[step] - a[step]) / abs(a[step])
             if math.isfinite(times):
                 ratios.append(times)
+    # Without any ratio, the losses count as equal.
     times = median_interval(ratios or [1.0])
     line = f"{line}, {times} times"
     if 1 - LOSSES <= times.value <= 1 + LOSSES:
@@ -313,11 +331,12 @@ def interval_of(median: float, p10: float, p90: float, count: float) -> Interval
     It assumes that values are normally distributed.
     """
     # With many values, two standard errors of a median are 2.5 / sqrt(count) standard deviations,
-    # and p90 - p10 is 2.56 standard deviations. Few values have a larger error: count three less.
-    width = 0.0
+    # and p90 - p10 is 2.56 standard deviations. So two errors are about (p90 - p10) / sqrt(count).
+    # Few values have a larger error: count three less.
+    two_errors_of_median = 0.0
     if median > 0:
-        width = (p90 - p10) / median / math.sqrt(max(1, count - 3))
-    two_errors = math.hypot(width, 2 * NOISE)
+        two_errors_of_median = (p90 - p10) / median / math.sqrt(max(1, count - 3))
+    two_errors = math.hypot(two_errors_of_median, 2 * NOISE)
     # A median near 0 has no useful upper bound, but exp must not overflow.
     factor = math.exp(min(99.0, two_errors))
     return Interval(value=median, low=median / factor, high=median * factor)
@@ -328,7 +347,7 @@ def ratio(a: Interval, b: Interval, noise: float) -> Interval:
 
     `noise` is an additional relative standard deviation of each of the two.
     """
-    # The ends of an interval are four standard errors apart.
+    # The ends of a 95 % interval are four standard errors apart. Errors of logarithms are relative.
     error_of_a = math.log(a.high / a.low) / 4
     error_of_b = math.log(b.high / b.low) / 4
     factor = math.exp(2 * math.hypot(noise, noise, error_of_a, error_of_b))

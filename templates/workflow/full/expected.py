@@ -1,5 +1,7 @@
 """Check measured losses against expected ones in a TOML file, which you keep with your code.
 
+The file has the losses by step:
+
 tolerance = 0.01  # relative
 
 [losses]
@@ -18,7 +20,10 @@ from .timing import differences
 
 
 def read_expected(path: Path | None) -> dict[str, Any] | None:
-    """Return the content of the file; None if there is no file; UserError if it is invalid."""
+    """Return "losses" (by step) and "tolerance" from the file, or None if there is no file.
+
+    Raises UserError if the file is invalid.
+    """
     if path is None or not path.exists():
         return None
     try:
@@ -45,17 +50,19 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
         measured = f"{path} does not exist"
         stage.check("expected", False, measured=measured, wanted="a file", advice=advice)
         return
+    # The expected losses of the steps that were taken.
     reached: dict[int, float] = {}
     for step, loss in expected["losses"].items():
         if step <= len(losses):
             reached[step] = loss
     if reached:
-        relative = differences([losses[step - 1] for step in reached], reached.values())
-        worst = list(reached)[int(relative.argmax())]
+        # Step 1 has index 0 in `losses`.
+        losses_there = [losses[step - 1] for step in reached]
+        relative = differences(losses_there, reached.values())
+        worst_step = list(reached)[int(relative.argmax())]
+        loss = losses[worst_step - 1]
         limit = expected["tolerance"]
-        measured = (
-            f"{losses[worst - 1]:.6g} at step {worst}, where {reached[worst]:.6g} is expected"
-        )
+        measured = f"{loss:.6g} at step {worst_step}, where {reached[worst_step]:.6g} is expected"
         stage.check(
             "expected_losses",
             bool(relative.max() <= limit),

@@ -24,7 +24,7 @@ from .processes import free_host_memory
 from .stage import Stage, StageConfig
 from .timing import Steps, peak_memory, record_steps
 
-# Seconds for all sizes together.
+# Seconds for all micro-batch sizes together, and again for all numbers of loader workers.
 BUDGET = 60.0
 # A smaller value with this fraction of the best throughput is preferred, to save memory.
 NEAR_BEST = 0.97
@@ -42,22 +42,23 @@ def measure(config: StageConfig) -> int:
     try_micro_batches(stage, state)
     wait = float(steps.waits.mean())
     waited = wait / float(steps.seconds.mean())
-    workers = max(2, 2 * config.train.loader_workers)
-    advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {workers}"
-    slow = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.NEGLIGIBLE_WAIT
-    # A typed number of workers stays, so the check must not use another one.
-    if slow and "train.loader_workers" not in typed_settings(sys.argv[2:]):
-        better = try_loader_workers(stage, state, waited)
-        if better:
+    more_workers = max(2, 2 * config.train.loader_workers)
+    advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {more_workers}"
+    waits_for_data = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.NEGLIGIBLE_WAIT
+    # A number of workers that the user typed is not changed, so `judge_waits` must not judge
+    # another one. The arguments follow the name of the command.
+    if waits_for_data and "train.loader_workers" not in typed_settings(sys.argv[2:]):
+        faster_steps = try_loader_workers(stage, state, waited)
+        if faster_steps:
             print(f"     steps wait for data {waited:.1%} of the time; with recommended workers:")
-            steps = better
+            steps = faster_steps
         rejected = stage.figures.get("rejected", [])
-        if better or any("loader-workers" in text for text in rejected):
+        if faster_steps or any("loader-workers" in text for text in rejected):
             # More workers are recommended already, or did not help.
             advice = baseline.CHEAPER
     baseline.judge_waits(stage, steps, advice)
     world = state.world
-    # No reference to the model may remain when the process group ends.
+    # The process group must outlive the model, so drop the last reference to the model.
     del state
     leave(world)
     return stage.close()
@@ -78,12 +79,14 @@ def choose(
 ) -> int | None:
     """Recommend the smallest value within 3 % of the fastest, if it is faster than `given`.
 
-    Returns it, or None. `seconds` has the seconds per step for each value. All other values are
-    recorded as rejected, and so is the best one if `refused` gives a reason against it.
+    Returns it, or None. `seconds` has, for each value (as text), the seconds per step of each
+    window. All other values are recorded as rejected, and so is the best one if `refused` gives a
+    reason against it.
     """
     medians = {int(value): np.median(windows) for value, windows in seconds.items()}
     fastest = min(medians.values())
-    best = min(value for value in medians if NEAR_BEST * medians[value] <= fastest)
+    near_fastest = [value for value in medians if NEAR_BEST * medians[value] <= fastest]
+    best = min(near_fastest)
     chosen = None
     for value in sorted(medians.keys() - {given}):
         speedup, verdict = speedup_of(seconds[str(given)], seconds[str(value)])
@@ -102,7 +105,8 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     batch = state.config.train.global_batch_size
     setting = "train.micro_batch_size"
     given = min(state.config.train.micro_batch_size, batch)
-    too_large = ""
+    # The reason, if not all sizes could be tried.
+    why_stopped = ""
     ways: dict[str, Way] = {}
     peaks: dict[int, int] = {}
     for size in sizes_to_try(given, batch, stage.figures["step_seconds"]["median"]):
@@ -114,29 +118,32 @@ def try_micro_batches(stage: Stage, state: State) -> None:
         except Exception as error:
             # The step ran out of memory, or exceeded a limit of a kernel.
             reject(stage, setting, size, first_line(error))
-            too_large = f"; {stage.figures['rejected'][-1]}"
-        # Not inside `except`, where the traceback would keep the step's tensors alive.
+            why_stopped = f"; {stage.figures['rejected'][-1]}"
+        # Clean up after an error, but not inside `except`: there the traceback would keep the
+        # step's tensors alive.
         if str(size) not in ways:
             state.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             break
-        # On a CPU the next size, twice as large, would need up to twice the memory.
+        # On a CPU, twice the size may need as much memory again, which must be free. Below the
+        # given size this is not checked: twice such a size is at most the given one, which fits.
         free = free_host_memory()
         if size >= given and state.world.device.type == "cpu" and peaks[size] > free:
-            too_large = f"; larger sizes not tried: only {in_units(free)} are free"
+            why_stopped = f"; larger sizes not tried: only {in_units(free)} are free"
             break
     if len(ways) < 2:
         return
     seconds = time_interleaved(ways)
-    median: dict[int, float] = {}
+    median_seconds: dict[int, float] = {}
     texts: list[str] = []
     for size in sorted(peaks):
         step = float(np.median(seconds[str(size)]))
-        median[size] = step
+        median_seconds[size] = step
         texts.append(f"{size}: {batch / step:,.0f} samples/s, {in_units(peaks[size])}")
-    measured = "; ".join(texts) + too_large
+    measured = "; ".join(texts) + why_stopped
     wanted = "measured, with the peak memory"
     stage.check("micro_batch", True, measured=measured, wanted=wanted)
+    # The reason why a faster size is not recommended.
     refused = ""
     if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
         refused = "it changes the batch statistics"
@@ -147,7 +154,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
         best = given
     stage.figures["micro_batch"] = {
         "best": best,
-        "median_step_seconds": median,
+        "median_step_seconds": median_seconds,
         "peak_memory_bytes": peaks,
     }
 
@@ -155,8 +162,9 @@ def try_micro_batches(stage: Stage, state: State) -> None:
 def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     """Return the given size, then a quarter and half of it, then doubled sizes up to `most`.
 
-    It returns only as many as time allows, and prefers larger sizes.
+    If time does not allow all of them, smaller sizes are left out first, then the largest.
     """
+    # All sizes, the most important first.
     sizes = [given]
     size = 2 * given
     while size < most:
@@ -165,7 +173,9 @@ def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     if given < most:
         sizes.append(most)
     sizes += [given // 2, given // 4]
+    # The number of sizes for which there is time, if each window has a single step.
     in_time = int(BUDGET / (LEAST_WINDOWS * step_seconds))
+    # Half and a quarter of a small size may be 0.
     affordable = {size for size in sizes[:in_time] if size > 0}
     smaller = sorted(size for size in affordable if size < given)
     larger = sorted(size for size in affordable if size > given)
@@ -231,11 +241,13 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     best = choose(stage, setting, given, seconds)
     if best is None:
         return None
-    state = reading(best)
-    with contextlib.closing(state.loader):
-        # The first round starts the workers.
-        record_steps(state, best)
-        return record_steps(state, best * math.ceil(baseline.MEASURED / best))
+    tuned = reading(best)
+    with contextlib.closing(tuned.loader):
+        # The first round starts the workers, so it is not returned.
+        record_steps(tuned, best)
+        # Measure complete rounds, with one step for each worker.
+        rounds = math.ceil(baseline.MEASURED / best)
+        return record_steps(tuned, best * rounds)
 
 
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:
@@ -244,15 +256,22 @@ def workers_to_try(given: int, waited: float, seconds: float, device: torch.devi
     There are fewer if steps of this many `seconds` would take too long. The largest number is a
     multiple of the others and of the given one: see `with_loader`.
     """
+    # Later runs may use all GPUs of this machine, whose ranks share its cores.
     ranks_here = torch.cuda.device_count() if device.type == "cuda" else 1
-    # Enough workers to end the wait, if each has a core.
-    enough = math.ceil(max(1, given) / max(0.01, 1 - waited))
-    most = min(enough, max(4, 2 * usable_cores() // ranks_here))
-    # The number of steps that fit into a window.
+    # Without the wait, a step takes only 1 - waited of its time. To deliver batches at that speed,
+    # the number of workers must grow by the inverse, if each has a core.
+    start = max(1, given)
+    enough = math.ceil(start / max(0.01, 1 - waited))
+    # At most two workers for each core, but at least four.
+    limit = max(4, 2 * usable_cores() // ranks_here)
+    most = min(enough, limit)
+    # Each window has at least one step for each worker. This is the most for which there is time,
+    # with up to three numbers of workers to compare.
     longest = BUDGET / (3 * LEAST_WINDOWS * seconds)
     counts: list[int] = []
     for power in range(7):
-        count = max(1, given) << power
+        count = start * 2**power
+        # The limit `2 * most` includes the first count that reaches `most`.
         if given < count < 2 * most and count <= longest:
             counts.append(count)
     return counts[-2:]

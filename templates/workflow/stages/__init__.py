@@ -50,7 +50,8 @@ def run_command(
     """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class.
 
     `workflow` also passes the arguments on to the processes of its stages. It measures the stage
-    `measure_again` even if its result could be reused; only `workflow=full` asks for that.
+    `measure_again` even if its result could be reused, which --workflow.expect of the full
+    workflow needs.
     """
     if name == "fit":
         from .fit import FitConfig, fit
@@ -67,13 +68,13 @@ def run_command(
         return 0
     config = parse(StageConfig)
     if name == "workflow":
-        code = run_stages(config, arguments, measure_again)
+        exit_code = run_stages(config, arguments, measure_again)
         try:
             print(f"report: {publish_report(config.directory)}")
         except (UserError, RankError) as error:
-            # The code of the stages counts. A crashed stage may have left nothing to report.
+            # This does not change the exit code: a crashed stage may have left nothing to report.
             print(f"no report: {error}")
-        return code
+        return exit_code
     # A stage's module has the same name, except for the checkpoint stage.
     module = "recovery" if name == "checkpoint" else name
     stage = importlib.import_module(f"{__package__}.{module}")

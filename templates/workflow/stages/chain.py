@@ -1,8 +1,8 @@
 """Run the stages in order; each uses the settings that earlier stages recommend.
 
-Recommendations of a stage that passes, and of `compile` even if it fails, are passed to later
-stages as options on their command line. At the end, all recommended settings are timed
-together against the given ones, and written to `recommended.toml`.
+Recommendations of a stage that does not fail, and of `compile` even if a check of it fails, are
+passed to later stages as options on their command line. At the end, all recommended settings are
+timed together against the given ones, and written to `recommended.toml`.
 """
 
 import argparse
@@ -32,7 +32,8 @@ from .stage import PACKAGE, STATUSES, Stage, StageConfig, lock_stage, origin, st
 # The stem of workflow/recommended.json and recommended.toml.
 RECOMMENDED = "recommended"
 FAILED = ("fail", "crashed")
-# Settings that recommended.toml leaves out.
+# Settings that recommended.toml leaves out: those of the stages and of a single start, and the
+# run's name or directory, which the printed command gives.
 NOT_TRAINED = {"workflow", "fresh", "reset_optimizer", "name", "run_dir"}
 # Settings that do not affect measurements: whole sections by their first word, or single settings.
 WITHOUT_EFFECT = {
@@ -87,18 +88,20 @@ def run_stages(given: StageConfig, arguments: list[str], measure_again: str = ""
 
 def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again: str) -> int:
     """Run the stages for `run_stages`, which has locked the workflow of this run."""
+    # On SIGTERM, `leave` raises SystemExit, so that `run_stage` ends the process of its stage.
     signal.signal(signal.SIGTERM, leave)
     config = on_disk(given)
+    # Settings that the user has set; recommendations do not change them.
     typed = typed_settings(arguments)
     taken: Recommendations = {}
-    # Remove the recommendations of an earlier workflow, unless this one starts from them.
-    start = config_file(arguments)
+    # Remove the recommendations of an earlier workflow, except a file that --config names.
+    config_path = config_file(arguments)
     for suffix in (".json", ".toml"):
         earlier = stage_file(config.directory, RECOMMENDED).with_suffix(suffix)
-        if start is None or start.resolve() != earlier.resolve():
+        if config_path is None or config_path.resolve() != earlier.resolve():
             earlier.unlink(missing_ok=True)
-    results = dict.fromkeys(STAGES, "not_run")
-    stopped = ""
+    statuses = dict.fromkeys(STAGES, "not_run")
+    stopped_at = ""
     for number, (name, about) in enumerate(STAGES.items(), 1):
         print(f"\n[{number}/{len(STAGES)}] {name}: {about}", flush=True)
         if taken:
@@ -110,27 +113,26 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
         if content is None:
             content = run_stage(config, name, arguments + options_of(taken))
         status = content["status"]
-        results[name] = status
+        statuses[name] = status
         # Training does not need a compile mode that fails: the stage recommends another or none.
         if status not in FAILED or (name == "compile" and status == "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:
-            stopped = name
+            stopped_at = name
             break
-    if not stopped:
+    if not stopped_at:
         print(f"\n{RECOMMENDED}: Measure all recommended settings together.", flush=True)
-        results[RECOMMENDED] = measure_together(given, config, taken)
+        statuses[RECOMMENDED] = measure_together(given, config, taken)
     print()
-    for name, status in results.items():
+    for name, status in statuses.items():
         print(f"{name:<12}{status.replace('_', ' ')}", flush=True)
-    if stopped:
-        for name, status in results.items():
+    if stopped_at:
+        for name, status in statuses.items():
             if status == "not_run":
                 discard_outdated(config, name)
-        print(
-            f"stopped at {stopped}: fix it and run this command again, or add --workflow.keep-going"
-        )
-    return int(any(status in FAILED for status in results.values()))
+        way_out = "fix it and run this command again, or add --workflow.keep-going"
+        print(f"stopped at {stopped_at}: {way_out}")
+    return int(any(status in FAILED for status in statuses.values()))
 
 
 def options_of(taken: Recommendations) -> list[str]:
@@ -143,12 +145,13 @@ def options_of(taken: Recommendations) -> list[str]:
 
 def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str, Any]:
     """Run a stage in its own process; return its result, or "crashed" if it wrote none."""
+    # If the stage crashes, an earlier result must not count as its result.
     stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
-    # It stays in this process group, so that Ctrl-C reaches it, and it ends its own children.
+    # The stage stays in this process group, so that Ctrl-C reaches it. It ends its own children.
     process = subprocess.Popen(command, env=plain_environment())
     try:
-        code = process.wait()
+        exit_code = process.wait()
     except BaseException:
         process.terminate()
         process.wait()
@@ -157,7 +160,7 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str,
     if content:
         return content
     alone = shlex.join(["python", "-m", PACKAGE, name, *arguments])
-    print(f"{name} crashed (exit code {code}); to run only this stage: {alone}")
+    print(f"{name} crashed (exit code {exit_code}); to run only this stage: {alone}")
     return {"status": "crashed"}
 
 
@@ -179,7 +182,7 @@ def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
 
 
 def discard_outdated(config: StageConfig, name: str) -> None:
-    """Remove a stage's result of other code, which the report would show as that of this code."""
+    """Remove a stage's result that other code has produced, since the report would not say so."""
     with contextlib.suppress(UserError):
         content = read_stage(config.directory, name)
         if content and content["code"] != origin(config)["code"]:
@@ -239,6 +242,7 @@ def user_metrics(records: list[dict[str, Any]]) -> list[str]:
     for record in records:
         for name in record:
             names.add(name.removeprefix("validation_"))
+    # FIGURES matches the fields that the run itself writes.
     return sorted(name for name in names if not FIGURES.fullmatch(name))
 
 
@@ -255,11 +259,12 @@ def advise(stage: Stage, text: str) -> None:
 
 def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = None) -> None:
     """Recommend a setting to later stages and to the user; `factor` is its speedup."""
-    text = f"{flag(setting)} {value} ({stage.name}"
+    reason = stage.name
     if factor:
-        text += f": {factor} times as fast"
+        reason += f": {factor} times as fast"
+    text = f"{flag(setting)} {value} ({reason})"
     recommended = stage.figures.setdefault("recommended", {})
-    recommended[setting] = {"value": value, "text": f"{text})"}
+    recommended[setting] = {"value": value, "text": text}
 
 
 def take_recommended(
@@ -294,6 +299,7 @@ def typed_settings(arguments: list[str]) -> set[str]:
             option = word[2:].partition("=")[0]
             settings.add(option.replace("-", "_"))
     file = config_file(arguments)
+    # The config.json of a run has all settings, so it does not tell which ones the user has set.
     if file and file.suffix == ".toml":
         settings |= read_toml(file).keys()
     return settings
@@ -310,7 +316,8 @@ def config_file(arguments: list[str]) -> Path | None:
 def measure_together(given: StageConfig, final: StageConfig, taken: Recommendations) -> str:
     """Time the recommended settings against the given ones; return the status.
 
-    Writes workflow/recommended.json, and recommended.toml unless the settings are slower.
+    Writes workflow/recommended.json, and recommended.toml if these settings are not slower. Without
+    any recommendation, there is no recommended.toml.
     """
     stage = Stage(RECOMMENDED, final)
     file = stage.file.with_suffix(".toml")
@@ -318,7 +325,7 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
     stage.figures |= {"file": str(file), "settings": texts}
     passed: bool | None = True
     measured = "no faster settings than yours were found"
-    # The save interval does not affect steps, so there is nothing to time.
+    # The interval between saves does not change steps: if only it is recommended, nothing is timed.
     if any(not setting.startswith("checkpoint.") for setting in taken):
         passed, measured = compare_speed(stage, given, final)
     uncompiled = "compile.mode" in taken and taken["compile.mode"].value == "none"
@@ -350,7 +357,7 @@ def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple
     try:
         seconds = time_steps({"given": on_disk(given), RECOMMENDED: final})
     except Exception as error:
-        # For example, both together do not fit into memory.
+        # For example, the two models together do not fit into memory.
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
         return None, f"not measured: {reason}"
     speedup, verdict = speedup_of(seconds["given"], seconds[RECOMMENDED])
@@ -363,13 +370,14 @@ def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple
 
 def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
     """Write settings that differ from the defaults, with reasons, for `train --config`."""
+    # Not from the settings of the stages: `on_disk` has removed the object store from them.
     config = override(given, values_of(taken))
-    usual = dict(flatten(to_json(preset("", StageConfig))))
+    defaults = dict(flatten(to_json(preset("", StageConfig))))
     lines = ["# Settings that the workflow recommends, on top of the defaults."]
     for name, value in flatten(to_json(config)):
         section = name.partition(".")[0]
         # TOML has no null.
-        if section in NOT_TRAINED or value is None or value == usual.get(name):
+        if section in NOT_TRAINED or value is None or value == defaults.get(name):
             continue
         line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
         if name in taken:
@@ -385,14 +393,14 @@ def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
     """
     first = next(iter(configs.values()))
     world = join(first.parallel, first.device)
-    # By default torch.compile makes a size dynamic when it sees a second value. Then the second
-    # configuration would be compiled differently from the first.
-    static = {"compile.dynamic": bool(first.compile.dynamic)}
-    states = {name: setup(override(config, static), world) for name, config in configs.items()}
+    # With `dynamic=None`, torch.compile makes a size dynamic when it sees a second value. Then the
+    # second configuration would be compiled differently from the first. So None becomes False.
+    dynamic = {"compile.dynamic": bool(first.compile.dynamic)}
+    states = {name: setup(override(config, dynamic), world) for name, config in configs.items()}
     ways = {name: with_loader(state) for name, state in states.items()}
-    # The first steps compile, so they are not timed.
-    for way in ways.values():
-        way(2)
-    # Each window has complete rounds of loader workers for all settings.
+    # The first steps compile, so take two steps before the timing.
+    for take_steps in ways.values():
+        take_steps(2)
+    # Workers deliver batches in bursts, so the steps in a window are a multiple of their number.
     workers = [max(1, config.train.loader_workers) for config in configs.values()]
     return time_interleaved(ways, multiple=math.lcm(*workers))

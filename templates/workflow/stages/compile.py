@@ -23,8 +23,9 @@ from .timing import describe, spread, steps_of_run
 
 # FSDP's hooks break the graph of a whole model.
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")
-# Time limit of each process in seconds, which compiles and measures one mode.
+# Time limit in seconds of a process that compiles and measures one mode.
 TIMEOUT = 1800.0
+# Errors that only show what is not installed here: a C++ compiler, Triton or Python's headers.
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing")
 NO_HEADERS = "Python.h: No such file"
 # The maximum number of printed findings per check; the stage's file has all.
@@ -48,23 +49,23 @@ def measure(config: Config) -> int:
 
 
 def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
-    """Measure one mode, cold and warm; "skipped" or "error" in the result explain a failure.
+    """Measure one mode, cold and warm; if that fails, "skipped" or "error" in the result says why.
 
     Raises UserError if the project refuses the settings.
     """
     print(f"     {mode}: compiling with an empty cache, and timing eager steps ...", flush=True)
     folder.mkdir()
     write_json(folder / "settings.json", to_json(override(config, {"compile.mode": mode})))
-    cache = {
+    environment = {
         "TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor",
         "TRITON_CACHE_DIR": f"{folder}/triton",
     }
     result: ModeResult = {}
     try:
-        result = run_task("compile_trial", folder, "cold", seconds=TIMEOUT, **cache)
-        # Other backends have no cache to measure.
+        result = run_task("compile_trial", folder, "cold", seconds=TIMEOUT, **environment)
+        # Only a mode that was compiled has "graphs". Other backends have no cache to measure.
         if "graphs" in result and config.compile.backend == "inductor":
-            warm = run_task("compile_trial", folder, "warm", seconds=TIMEOUT, **cache)
+            warm = run_task("compile_trial", folder, "warm", seconds=TIMEOUT, **environment)
             # The result is {"seconds": …}, or {"error": …} or {"refused": …}.
             if "seconds" in warm:
                 result["compile_seconds"]["warm"] = warm["seconds"]
@@ -171,9 +172,10 @@ def describe_findings(compiled: dict[str, ModeResult], name: str) -> str:
 
 
 def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
-    """Check that the losses and gradients of compiled steps are those of eager ones."""
+    """Check that the losses and gradients of compiled steps are close to those of eager ones."""
     differing: list[str] = []
-    limit = PRECISE
+    # Dtype and device decide which limits apply, so they are the same for all modes.
+    limits = PRECISE
     texts: list[str] = []
     for mode, result in compiled.items():
         difference = result["difference"]
@@ -182,9 +184,9 @@ def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
         if differs(result):
             differing.append(mode)
         if not result["precise"]:
-            limit = ROUNDED
+            limits = ROUNDED
     measured = f"after {STEPS} steps, relative to eager: {'; '.join(texts)}"
-    wanted = f"at most {limit['loss']:.0e} and {limit['gradients']:.0e}"
+    wanted = f"at most {limits['loss']:.0e} and {limits['gradients']:.0e}"
     advice = (
         f"do not train with {' and '.join(differing)}; try --compile.backend aot_eager to see if "
         "inductor is at fault"
@@ -200,22 +202,22 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
     for mode, result in compiled.items():
         windows = result["windows"]
         speedup, verdict = speedup_of(windows["eager"], windows["compiled"])
-        seconds = spread(windows["compiled"])
-        # A dictionary, for JSON.
+        step_seconds = spread(windows["compiled"])
+        # As a dictionary, since JSON has no named tuples.
         result["speedup"] = speedup._asdict()
         result["verdict"] = verdict
         result["eager_step_seconds"] = spread(windows["eager"])
-        result["step_seconds"] = seconds
+        result["step_seconds"] = step_seconds
         result["paid_after"] = None
         if verdict == "faster":
             # An eager step takes `speedup` times as long as a compiled one.
-            saved_per_step = seconds["median"] * (speedup.value - 1)
+            saved_per_step = step_seconds["median"] * (speedup.value - 1)
             # The number of steps after which the first compile has paid off.
             cold = result["compile_seconds"]["cold"]
             result["paid_after"] = math.ceil(cold / saved_per_step)
         if verdict == TOO_NOISY:
             passed = None
-        texts.append(f"{mode}: {verdict}, {speedup} times as fast, a step {describe(seconds)}")
+        texts.append(f"{mode}: {verdict}, {speedup} times as fast, a step {describe(step_seconds)}")
     advice = "measure again when nothing else runs on this machine"
     stage.check("speedup", passed, measured="; ".join(texts), wanted="measured", advice=advice)
 
@@ -247,14 +249,15 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
             # The speedup is relative to eager steps, not to the mode that was given.
             recommend(stage, "compile.mode", best)
         return
-    # As long as a mode may still prove faster, there is nothing to advise against.
+    # Do not advise against compiling while a mode may still prove faster. If no mode has a problem,
+    # advise only if the stage has passed: it has not, for example, if all modes were skipped.
     undecided = any(result.get("verdict") == TOO_NOISY for result in modes.values())
     if not undecided and (problems or stage.status == "pass"):
         reasons = "; ".join(f"{mode}: {problem}" for mode, problem in problems.items())
         advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
     # FSDP compiles blocks when it is asked for the full model.
-    used = "blocks" if given == "full" and parallel.SHARDED else given
-    if used in problems:
+    mode_used = "blocks" if given == "full" and parallel.SHARDED else given
+    if mode_used in problems:
         recommend(stage, "compile.mode", "none")
 
 

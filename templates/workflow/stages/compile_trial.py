@@ -42,7 +42,7 @@ ModeResult = dict[str, Any]
 
 
 class Finding(TypedDict):
-    """A location in the code where the compiler could not proceed, and the reason."""
+    """The location in the code of a graph break or a failed guard, and the reason."""
 
     where: str
     reason: str
@@ -50,7 +50,7 @@ class Finding(TypedDict):
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The losses of the first steps of a run, and the last gradients, in host memory."""
+    """The losses of a run's first steps, and the gradients of the last one, in host memory."""
 
     losses: np.ndarray
     gradients: list[torch.Tensor]
@@ -85,8 +85,8 @@ def cold(config: Config) -> ModeResult:
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
         return {"skipped": "blocks(model) returns no blocks"}
     eager = first_steps(state)
-    # Free the first model, since both may not fit into memory. Recomputed blocks are reference
-    # cycles, so only the garbage collector frees them.
+    # Free the first model, since two may not fit into memory. With activation checkpointing, blocks
+    # are in reference cycles, so only the garbage collector frees them.
     del state
     gc.collect()
     state = setup(config, world)
@@ -98,12 +98,14 @@ def cold(config: Config) -> ModeResult:
         **findings(),
     }
     result["windows"] = time_windows(state)
+    # On a GPU, products of float32 may use TF32.
     result["precise"] = state.compute_dtype == torch.float32 and world.device.type == "cpu"
     del state
     result["difference"] = difference(eager, compiled)
     if differs(result) and config.compile.backend == "inductor":
+        # Inductor may draw other random numbers than eager mode, so dropout has other masks.
+        # Compile and compare again with the same random numbers.
         torch.compiler.reset()
-        # Inductor may draw its own random numbers. Give dropout the same masks as in eager mode.
         with fresh_cache(), inductor.patch(fallback_random=True):
             compiled = first_steps(setup(config, world))
         result["difference"] = difference(eager, compiled)
@@ -124,15 +126,15 @@ def first_steps(state: State) -> FirstSteps:
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
     """Return the relative differences of losses (the largest), and of gradients as one vector."""
-    # A loss may be exactly zero in both modes.
+    # A loss may be exactly zero in both modes, so avoid 0 / 0.
     magnitude = np.maximum(np.abs(eager.losses), 1e-12)
-    largest_of_losses = (np.abs(compiled.losses - eager.losses) / magnitude).max()
-    apart: list[torch.Tensor] = []
+    loss_difference = (np.abs(compiled.losses - eager.losses) / magnitude).max()
+    gradient_differences: list[torch.Tensor] = []
     for expected, actual in zip(eager.gradients, compiled.gradients, strict=True):
-        apart.append(expected.double() - actual.double())
-    distance = torch.nn.utils.get_total_norm(apart)
+        gradient_differences.append(expected.double() - actual.double())
+    distance = torch.nn.utils.get_total_norm(gradient_differences)
     norm = torch.nn.utils.get_total_norm(eager.gradients)
-    return {"loss": float(largest_of_losses), "gradients": float(distance / norm)}
+    return {"loss": float(loss_difference), "gradients": float(distance / norm)}
 
 
 def differs(result: ModeResult) -> bool:
@@ -151,7 +153,8 @@ def differs(result: ModeResult) -> bool:
 def time_windows(state: State) -> dict[str, list[float]]:
     """Return the seconds per step in interleaved windows of eager and compiled steps."""
     compiled = without_loader(state)
-    # The wrapper around compiled calls stays, and slows down a short eager step by about 2 %.
+    # Under "force_eager", torch.compile's wrapper runs the eager code. The wrapper itself slows a
+    # short step down by about 2 %.
     eager = torch.compiler.set_stance("force_eager")(compiled)
     return time_interleaved({"eager": eager, "compiled": compiled})
 
@@ -164,11 +167,13 @@ def findings() -> dict[str, list[Finding]]:
     for entry in dynamo.get_compilation_metrics():
         failure = entry.fail_reason or ""
         if entry.fail_type and "recompile limit exceeded" not in failure:
-            # A whole function is not compiled, as after a break in a loop; torch does not count it.
+            # The compiler gives up on a whole function, for example at a graph break in a loop.
+            # torch does not count this as a graph break.
             line = entry.fail_user_frame_lineno or entry.co_firstlineno
             path = entry.fail_user_frame_filename or entry.co_filename
             breaks.append(finding(path, line, failure))
         elif failure:
+            # The function has reached the limit of recompiles.
             limits_hit.append(failed_guard(entry))
         elif entry.recompile_reason:
             recompiles.append(failed_guard(entry))
@@ -186,7 +191,7 @@ def graph_breaks() -> list[Finding]:
     """List the graph breaks that torch counted, at the innermost line outside of torch."""
     breaks: list[Finding] = []
     for entry in dynamo.graph_break_reasons:
-        # Replace torch's cryptic name for a break after which it resumes.
+        # torch calls a branch on the value of a tensor "generic_jump".
         reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
         frames = list(entry.user_stack)
         outside = [frame for frame in frames if not frame.filename.startswith(torch.__path__[0])]
@@ -205,7 +210,8 @@ def failed_guard(entry: dynamo.CompilationMetrics) -> Finding:
     """Return the guard that caused a recompile, and the line of code that it guards."""
     path = entry.co_filename
     line = entry.co_firstlineno
-    # The text is "0/1: GUARD    # line of code # file:line", then the stack of the user's code.
+    # The text is "ID: GUARD    # line of code # file:line", then the stack of the user's code.
+    # ID is torch's number of the earlier compilation, such as 0/1.
     text = entry.recompile_reason or ""
     stack = re.findall(r'File "(.+?)", line (\d+)', text)
     if stack:

@@ -37,7 +37,7 @@ EVERY = 3
 # For timing: the number of steps without a save, and of saves.
 QUIET_STEPS = 16
 SAVES = 6
-# Steps that are trained beside a save, as a multiple of those that fit into the first save.
+# Steps that are trained during a save, as a multiple of those that fit into the first save.
 SAVE_MARGIN = 1.5
 # The fingerprint of each tensor by name.
 Digests = dict[str, str]
@@ -49,14 +49,17 @@ def main(words: list[str]) -> int:
     task = words[1]
     settings = read_json(folder / "settings.json")
     changes = {"run_dir": folder / "run"}
-    # `load` leaves these out, since they belong to one run. Here it is the same run.
+    # `load` leaves out --init-from and its settings. The short run starts from the same weights.
     for name in ("init_from", "init_strict", "init_new"):
         changes[name] = settings[name]
     config = override(load(folder / "settings.json", StageConfig), changes)
     world = join(config.parallel, config.device)
     if task in ("reload", "damage"):
-        result = reload(config, world, timed=task == "damage")
-        # `reload` has returned, so there are no references to the model any more.
+        # Both tasks restore the run. Before "damage", the stage damages the newest checkpoint.
+        # Only this task also times saves.
+        timed = task == "damage"
+        result = reload(config, world, timed=timed)
+        # `reload` has returned, so there are no references to the model, as `leave` requires.
         leave(world)
     else:
         kill_file = folder / "kill.json" if task == "kill" else None
@@ -67,7 +70,7 @@ def main(words: list[str]) -> int:
         except UserError as error:
             result = {"refused": str(error)}
             if world.size > 1:
-                # It may be an error of this rank only, so torchrun has to end the others.
+                # It may be an error of this rank only. Raise it, so that torchrun ends the others.
                 if world.rank == 0:
                     write_json(folder / f"{task}.json", result)
                 raise
@@ -121,18 +124,19 @@ class Recorder:
 
 
 def kill_run() -> None:
-    """Kill torchrun, and the kernel its ranks with it, or this process without torchrun."""
+    """Kill this process and, if torchrun started it, torchrun; the kernel then kills all ranks."""
     if "RANK" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
-    """Restore the run over other values; return its step, digests and log messages.
+    """Restore the run into a model with other values; return step, digests and log messages.
 
     With `timed`, it also returns the times of saves. If the settings are refused, it only returns
     the reason.
     """
+    # A large capacity, since a full handler drops all records.
     log = BufferingHandler(1_000_000)
     logging.getLogger(PACKAGE).addHandler(log)
     try:
@@ -152,7 +156,9 @@ def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
         "messages": [record.getMessage() for record in log.buffer],
     }
     if timed:
-        result["costs"] = time_saves(state, config.directory.with_name("timed"), group)
+        # Save elsewhere, since the next task reads the checkpoints of the run.
+        timed_dir = config.directory.with_name("timed")
+        result["costs"] = time_saves(state, timed_dir, group)
     state.loader.close()
     return result
 
@@ -171,14 +177,16 @@ class SaveTimes:
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """Return the seconds of a step without a save, of saves and of a restore, on the slowest rank.
+    """Return the seconds of saves and of a restore on the slowest rank, and of a step on this one.
 
-    Training continues while a checkpoint is written, as in a run.
+    Training continues while a checkpoint is written, as in a run. The step is one without a save.
     """
     checkpointer = resume(state, run_dir, group)
+    # The first step warms up, so it does not count.
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
     times = save_and_restore(state, checkpointer, group)
     ranks: list[SaveTimes] = group.gather(times)
+    # Axis 0 is the rank, so the maximum of each save is that of its slowest rank.
     return {
         "blocked_seconds": spread(np.max([rank.blocked for rank in ranks], axis=0)),
         "save_seconds": spread(np.max([rank.published for rank in ranks], axis=0)),
@@ -201,27 +209,35 @@ def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> 
     steps = 1
     for save in range(SAVES):
         quiet_steps = min(steps, QUIET_STEPS)
-        quiet = train_for(state, quiet_steps) / quiet_steps
+        seconds_per_step = train_for(state, quiet_steps) / quiet_steps
         began = time.perf_counter()
         blocked_before = checkpointer.blocked_seconds
         checkpointer.save(state.step)
         train_for(state, steps)
+        # Before `settle`, whose wait would count, too: a run would train instead of waiting.
         blocked[save] = checkpointer.blocked_seconds - blocked_before
         checkpointer.settle()
         seconds = time.perf_counter() - began
         published[save] = publish_times[-1] - began
-        # With noise, the whole could be less than its part.
-        cost[save] = max(seconds - steps * quiet, blocked[save])
+        # The extra time includes the blocked time, but noise could make it smaller.
+        cost[save] = max(seconds - steps * seconds_per_step, blocked[save])
         if save == 0:
-            # A margin, since a save takes longer beside training.
+            # The margin is for later saves, which take longer, since training continues meanwhile.
             in_background = SAVE_MARGIN * (published[0] - blocked[0])
-            steps = max(group.gather(1 + math.ceil(in_background / quiet)))
+            steps_here = 1 + math.ceil(in_background / seconds_per_step)
+            # All ranks must take the same number of steps.
+            steps = max(group.broadcast(group.gather(steps_here)))
     began = time.perf_counter()
     checkpointer.restore()
     restored = time.perf_counter() - began
     checkpointer.close()
     # Leave out the first save, which allocates buffers.
-    return SaveTimes(blocked[1:], published[1:], cost[1:], restored)
+    return SaveTimes(
+        blocked=blocked[1:],
+        published=published[1:],
+        cost=cost[1:],
+        restored=restored,
+    )
 
 
 def note_publish_times(checkpointer: Checkpointer) -> list[float]:
@@ -261,8 +277,8 @@ def digests_of(state: State, group: Group) -> Digests:
     ranks: list[Digests] = group.gather(digests)
     joined: Digests = {}
     for name in digests:
-        different = {rank[name] for rank in ranks}
-        joined[name] = " ".join(sorted(different))
+        distinct = {rank[name] for rank in ranks}
+        joined[name] = " ".join(sorted(distinct))
     return joined
 
 

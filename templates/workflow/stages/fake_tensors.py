@@ -23,7 +23,8 @@ from ..config import Config
 from ..distributed import World, parallel
 from .meter import Meter
 
-# The original functions, before `one_rank` replaces them in torch.nn.functional.
+# Functions that the replacements below call. `patch_loop` replaces the first one itself, so the
+# original is kept here.
 CPU_ATTENTION = F.scaled_dot_product_attention
 CPU_DROPOUT = torch.native_dropout
 
@@ -32,6 +33,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: 
     """Compute attention with the flash kernel, if the shapes allow it."""
     if query.ndim != 4 or query.shape[-1] != value.shape[-1]:
         return CPU_ATTENTION(query, key, value, *rest, **options)
+    # Mask, scale and causality would only change the values, and fake tensors have none.
     return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value)[0]
 
 
@@ -63,7 +65,8 @@ def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return cast_and_call
 
 
-# Functions of torch.nn.functional that save other tensors for backward on a GPU than on a CPU.
+# Replacements for functions of torch.nn.functional, by name. On a GPU, these functions save other
+# tensors for backward than on a CPU.
 ON_GPU: dict[str, Callable[..., Tensor]] = {
     "scaled_dot_product_attention": attention,
     "rms_norm": rms_norm,
@@ -84,16 +87,17 @@ def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
 def accept_step(sums: Tensor, norm: Tensor, ranks: int, clip: float) -> tuple[float, Tensor, bool]:
     """Judge a step as good, since fake tensors have no values to check."""
+    # Like `judge_step`: the factor for gradients, their norm, and whether the step is bad.
     return 1.0, norm, False
 
 
 def stay(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
-    """Leave a module on its device."""
+    """Leave a module on its device, since the CPU is the only one here."""
     return module
 
 
 def do_nothing(*arguments: Any) -> None:
-    """Replace checks of values, and agreement with other ranks."""
+    """Do nothing, in place of a check of values or an agreement with other ranks."""
 
 
 def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> None:
@@ -118,11 +122,13 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
     # These read values.
     replace(loop, "check_loss", do_nothing)
     replace(loop, "check_counted", do_nothing)
-    # It refuses micro-batches that `fit` still has to count.
+    # Some losses allow only one micro-batch per rank. This check would refuse the smaller sizes,
+    # but `fit` counts all of them.
     replace(loop, "check_whole_batch", do_nothing)
     # The loop's annotations for traces tell the meter the current phase.
     replace(loop, "annotated", meter.annotated)
     replace(parallel, "build", build_at_once)
+    # These compare this rank with the others, which do not exist.
     replace(loop, "require_same_model", do_nothing)
     replace(loop, "require_same_optimizer", do_nothing)
     replace(parallel, "require_same", do_nothing)
@@ -140,8 +146,8 @@ def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world.size)
     stack.callback(dist.destroy_process_group)
-    # Only FSDP's parallel.py has this function. Build the mesh before tensors are fake, since it
-    # reads the values of a tensor of ranks.
+    # Only FSDP's parallel.py has `build_mesh`. Call it before tensors are fake, since it reads the
+    # values of a tensor of ranks.
     mesh = vars(parallel)["build_mesh"](config.parallel, world)
 
     def prepared_mesh(*arguments: Any) -> Any:
@@ -154,14 +160,14 @@ def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -
 def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
     """Set up one rank of `ranks` and yield its state; all new tensors in the block are fake.
 
-    With FSDP it is a rank of a fake process group. With DDP it runs as a single process, since a
-    rank computes the same except for its gradients, see below.
+    With FSDP it is a rank of a fake process group. With DDP it runs as a single process: a rank of
+    DDP computes the same, and differs only in how long it keeps gradients.
     """
     sharded = parallel.SHARDED and ranks > 1
     size = 1
     if sharded:
         size = ranks
-    world = World(0, size, torch.device("cpu"), distributed=sharded)
+    world = World(rank=0, size=size, device=torch.device("cpu"), distributed=sharded)
     with contextlib.ExitStack() as stack:
         patch_loop(stack, config, meter)
         if sharded:
@@ -170,7 +176,8 @@ def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
         stack.enter_context(meter)
         state = loop.setup(config, world)
         create_optimizer_state(state.optimizer)
-        if ranks > world.size:
+        is_ddp = ranks > world.size
+        if is_ddp:
             # DDP never frees gradients, which are views of its buckets. So create them now, and
             # make `zero_grad` do nothing.
             stack.enter_context(patch.object(state.optimizer, "zero_grad"))
@@ -181,8 +188,11 @@ def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
 
 
 def read_batch(state: loop.State) -> Any:
-    """Read the first micro-batch; return it as fake tensors."""
+    """Read the first micro-batch of step 0; return it as fake tensors."""
+    step = 0
+    first_micro_batch = state.plan[0]
     # Read it outside the fake mode and the meter, so that the real batch is not counted.
     with _disable_current_modes():
-        batch = state.loader.source[0, state.plan[0]]
+        batch = state.loader.source[step, first_micro_batch]
+    # In the fake mode, the clone of a real tensor is fake.
     return tree_map_only(Tensor, torch.clone, batch)

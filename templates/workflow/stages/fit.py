@@ -81,9 +81,11 @@ class FitConfig(Config):
 def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
     """Return settings with which a CPU simulates the step of a GPU."""
     changes: dict[str, Any] = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
-    # HSDP with a copy for each machine: this process cannot count the machines.
+    # With --parallel.replicate 0 (HSDP), each machine has a copy of the model. This process cannot
+    # count the machines, so derive their number from that of the ranks.
     if getattr(config.parallel, "replicate", 1) == 0:
         changes["parallel.replicate"] = max(1, ranks // GPUS_PER_MACHINE)
+    # On a CPU, "auto" would choose float32.
     if config.train.precision == "auto":
         changes["train.precision"] = "bf16"
     return override(config, changes)
@@ -94,9 +96,12 @@ def foretold(config: Config, ranks: int) -> int:
     # `config` may be a StageConfig, which has fields that FitConfig does not have.
     training_settings = {field.name: getattr(config, field.name) for field in fields(Config)}
     fit_config = like_a_gpu(FitConfig(**training_settings), ranks)
-    samples = math.ceil(config.train.global_batch_size / ranks)
+    samples_per_rank = math.ceil(config.train.global_batch_size / ranks)
+    micro_batch_size = min(config.train.micro_batch_size, samples_per_rank)
+    # The peak does not depend on these rates.
     meter = Meter(flops=1.0, bandwidth=1.0)
-    for _ in measure(fit_config, meter, [min(config.train.micro_batch_size, samples)]):
+    # `measure` is a generator, which runs the step when the loop asks for its result.
+    for _ in measure(fit_config, meter, [micro_batch_size]):
         pass
     return meter.peak
 
@@ -118,28 +123,31 @@ def measure(
 
     The default `sizes` are 1, 2, 4 ... up to all samples of a rank in one micro-batch.
     """
-    samples = math.ceil(config.train.global_batch_size / config.ranks)
+    samples_per_rank = math.ceil(config.train.global_batch_size / config.ranks)
     if not sizes:
-        sizes = powers_of_two(samples)
+        sizes = powers_of_two(samples_per_rank)
     meter.reduces_each_micro_batch = parallel.reduces_each_micro_batch(config.parallel)
     with one_rank(config, config.ranks, meter) as state:
         if parallel.SHARDED:
             # At the first use of each operator, DTensor runs it on tensors of the full size to find
-            # their shapes. A step that is not counted does that.
+            # their shapes. So that this is not counted, take a step before counting.
             state.plan = [MicroBatch(slice(0, sizes[-1]), 1.0)]
             meter.begin(repeats=1.0)
             train_step(state, [read_batch(state)])
         batch_norm = any(isinstance(module, _BatchNorm) for module in state.model.modules())
         for size in sizes:
-            # Batch statistics need two samples, unless a rank has only one.
-            if batch_norm and size == 1 and samples > 1:
+            # Batch normalization may fail on a single sample. So skip size 1, unless it is the only
+            # one.
+            if batch_norm and size == 1 and len(sizes) > 1:
                 continue
+            # The last micro-batch may be smaller, so this need not be an integer.
+            micro_batches = samples_per_rank / size
             # The second micro-batch adds to the gradients of the first. Later ones are like the
             # second, so they are counted without being run.
-            count = min(2, math.ceil(samples / size))
+            count = min(2, math.ceil(micro_batches))
             state.plan = [MicroBatch(slice(0, size), 1.0)] * count
             batch = read_batch(state)
-            meter.begin(repeats=samples / size / count)
+            meter.begin(repeats=micro_batches / count)
             train_step(state, [batch] * count)
             yield size, state
 
@@ -165,7 +173,7 @@ def sent_by(meter: Meter, state: State) -> float:
     else:
         # DDP itself is not run here. It all-reduces the gradients, which sends them twice.
         sent = 2 * sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
-    # In a ring a rank sends all chunks except one.
+    # In a ring of n ranks, the data is divided into n chunks, and a rank sends all except one.
     ranks = cast(FitConfig, state.config).ranks
     return sent * (1 - 1 / ranks)
 
@@ -180,7 +188,10 @@ class Pace:
 
 
 def pace_of(seconds: dict[str, float], link: float, batch: int) -> Pace:
-    """Return the speed of a step of `batch` samples; `link` is its communication in seconds."""
+    """Return the speed of a step of `batch` samples.
+
+    `seconds` are those of its computation, by what limits them; `link` are those of communication.
+    """
     computing = sum(seconds.values())
     if link > computing:
         return Pace(batch / link, "link")
@@ -221,6 +232,7 @@ class Target:
 
 def target_of(config: FitConfig, ranks: int = 1) -> Target:
     """Return the GPU that `--device` names, as one of `ranks`; UserError if it is unknown."""
+    # These devices of `train` do not name a GPU model, so take the default.
     names = {"auto": "H100", "cuda": "H100", "cpu": "H100"}
     for gpu in GPUS:
         names[gpu.lower()] = gpu
@@ -240,12 +252,12 @@ def target_of(config: FitConfig, ranks: int = 1) -> Target:
 
 
 def choose_ranks(config: FitConfig) -> int:
-    """Return the number of ranks; UserError if a global batch cannot be divided among them."""
+    """Return the number of ranks; UserError if it does not fit the batch, machines or settings."""
     batch = config.train.global_batch_size
     ranks = config.ranks
     if ranks == 0:
         ranks = min(GPUS_PER_MACHINE, batch)
-        if refusal(config, GPUS_PER_MACHINE):
+        if refusal(config, ranks) and not refusal(config, 1):
             ranks = 1
     whole_machines = ranks <= GPUS_PER_MACHINE or ranks % GPUS_PER_MACHINE == 0
     if not 1 <= ranks <= batch or not whole_machines:
@@ -259,19 +271,20 @@ def choose_ranks(config: FitConfig) -> int:
 def row_of(meter: Meter, state: State, target: Target, size: int) -> Row:
     """Return the row for the step that the meter has counted."""
     settings = state.config.train
+    # Seconds of the step's computation, by what limits them.
     products = meter.cost["products"]
     eager = {"products": products}
     for limit in ("memory", "kernels"):
         eager[limit] = meter.cost[limit]
     compiled = {"products": products, "memory": meter.cost["fused"]}
-    link = sent_by(meter, state) / target.link
+    link_seconds = sent_by(meter, state) / target.link
     return Row(
         size=size,
         recompute=settings.activation_checkpointing,
         peak=meter.peak,
         fits=meter.peak <= USABLE_MEMORY * target.memory,
-        eager=pace_of(eager, link, settings.global_batch_size),
-        compiled=pace_of(compiled, link, settings.global_batch_size),
+        eager=pace_of(eager, link_seconds, settings.global_batch_size),
+        compiled=pace_of(compiled, link_seconds, settings.global_batch_size),
         memory=describe_memory(meter, state),
     )
 
@@ -301,10 +314,12 @@ def print_row(row: Row) -> None:
 
 def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
     """Return the command that trains with the best row; `arguments` are those of `fit`."""
-    # The parser removes options that only `fit` uses, and those that are set below.
+    # The parser removes options that only `fit` uses, and those that are set below. Each may also
+    # be spelled with underscores after the leading dashes, such as --device_memory.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--ranks", "--device", "--device-memory", "--train.micro-batch-size"):
-        parser.add_argument(option, option.replace("-", "_").replace("__", "--", 1))
+        spelling = option.replace("-", "_").replace("__", "--", 1)
+        parser.add_argument(option, spelling)
     for option in ("--train.activation-checkpointing", "--train.no-activation-checkpointing"):
         spelling = option.replace("-", "_").replace("__", "--", 1)
         parser.add_argument(option, spelling, action="store_true")
@@ -340,6 +355,7 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
         ) from None
     best = max(rows, key=preference)
     if not best.fits:
+        # Nothing fits, so describe the row that needs the least memory.
         best = min(rows, key=lambda row: row.peak)
     print(f"peak with micro-batches of {best.size}: {best.memory}")
     print("not counted: fragmentation, CUDA's context, buffers of cuBLAS, cuDNN, NCCL and")

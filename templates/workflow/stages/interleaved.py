@@ -1,4 +1,4 @@
-"""Time alternative ways to take steps, interleaved; intervals tell differences from noise."""
+"""Time alternative ways to take steps, interleaved; confidence intervals show what is noise."""
 
 import contextlib
 import math
@@ -11,20 +11,21 @@ import numpy as np
 from ..device import synchronize
 from ..train import State, train_step
 
-# Seconds of a window of steps, and of all windows together.
+# The intended duration of a window of steps, and of all windows together (seconds).
 WINDOW = 0.2
 SECONDS = 6.0
 # Minimum and maximum number of windows for each way; six are needed for a 95 % interval.
 WINDOWS = (6, 15)
 # Maximum number of steps in a window.
 MOST_STEPS = 100
-# If the ends of an interval differ by more than this factor, the result is inconclusive.
+# If an interval contains 1 (no speedup), and its ends differ by more than this factor, the result
+# is inconclusive.
 NOISE = 1.2
 TOO_NOISY = "too noisy to tell"
-# The number of batches that `without_loader` reads in advance.
+# The number of global batches that `without_loader` reads in advance and then repeats.
 BATCHES = 4
 
-# Takes this many steps and returns the seconds per step.
+# A function that takes the given number of steps and returns the seconds per step.
 Way = Callable[[int], float]
 
 
@@ -45,21 +46,26 @@ def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[
 
     Returns the seconds per step of each window. A window has a multiple of `multiple` steps.
     """
+    # The seconds per step of the slowest way.
     slowest = 0.0
     for way in ways.values():
-        # The first call may warm something up.
+        # The first call may warm something up, so the faster call counts.
         first = way(multiple)
         second = way(multiple)
         slowest = max(slowest, min(first, second))
     wanted_steps = min(MOST_STEPS, WINDOW / slowest)
+    # Round up to a multiple of `multiple`.
     steps = multiple * math.ceil(wanted_steps / multiple)
+    # A round has one window of each way.
     round_seconds = len(ways) * steps * slowest
+    rounds = round(SECONDS / round_seconds)
     fewest, most = WINDOWS
-    windows = min(max(round(SECONDS / round_seconds), fewest), most)
+    rounds = min(max(rounds, fewest), most)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
-    for window in range(windows):
-        # Alternate the order, so that a way does not always follow the same other one.
-        for name in sorted(ways, reverse=window % 2 == 0):
+    for number in range(rounds):
+        # Reverse the order in every other round, so that a way does not always follow the same one.
+        is_reversed = number % 2 == 0
+        for name in sorted(ways, reverse=is_reversed):
             seconds[name].append(ways[name](steps))
     return seconds
 
@@ -75,9 +81,11 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     # `count` throws of a coin. Leave out as many values at each end as possible, such that the
     # true median is outside the interval with a probability of at most 5 %.
     left_out = 0
+    # The number of outcomes with at most `heads` heads; all 2**count are equally likely.
     outcomes = 0
     for heads in range(count // 2):
         outcomes += math.comb(count, heads)
+        # Twice, since the true median may be below the interval or above it.
         if 2 * outcomes > 0.05 * 2**count:
             break
         left_out = heads
@@ -89,12 +97,16 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:
-    """Return the speedup from pairs of windows, and a verdict."""
+    """Return how many times as fast `after` is, and a verdict.
+
+    Both arguments have the seconds per step of each window.
+    """
     speedup = median_interval(np.array(before) / np.array(after))
     if speedup.low > 1:
         return speedup, "faster"
     if speedup.high < 1:
         return speedup, "slower"
+    # The interval contains 1. If it is narrow, there is hardly a difference.
     if speedup.high < NOISE * speedup.low:
         return speedup, "within noise"
     return speedup, TOO_NOISY
@@ -116,8 +128,9 @@ def without_loader(state: State) -> Way:
 def with_loader(state: State) -> Way:
     """Return a way to take steps as in training; loader workers end with each window.
 
-    Otherwise they would read ahead during windows of another way. All workers deliver their first
-    batch at the same time, so only a multiple of their number shows the speed of training.
+    Workers that kept running would read ahead during windows of another way. All workers deliver
+    their first batch at the same time. So a window shows the speed of training only if its number
+    of steps is a multiple of the number of workers.
     """
 
     def take_steps(steps: int) -> float:
@@ -127,7 +140,8 @@ def with_loader(state: State) -> Way:
 
 
 def _seconds_per_step(state: State, read: Callable[[], list[Any]], steps: int) -> float:
-    """Time steps after a first one that is not timed; `read` returns the batch of each step."""
+    """Time steps, after a first one without timing; `read` returns the micro-batches of a step."""
+    # Closing the loader stops its workers; `without_loader` starts none.
     with contextlib.closing(state.loader):
         # The first step starts the workers.
         train_step(state, read())

@@ -1,4 +1,7 @@
-"""Count memory, FLOPs, time and communication of a rank's step on a GPU, on fake tensors."""
+"""Count the memory, FLOPs, time and communication that a rank's step would need on a GPU.
+
+The step runs on fake tensors (fake_tensors.py).
+"""
 
 import contextlib
 import weakref
@@ -15,11 +18,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-# Kernels do not reach the numbers in data sheets. These fractions are the rates of large matrix
-# products and of large copies on an H200; the third constant is the shortest time between the
-# launches of two eager kernels.
+# Kernels do not reach the numbers in data sheets. On an H200, large matrix products reach this
+# fraction of the peak FLOP/s, and large copies this fraction of the peak bandwidth.
 PEAK_SHARE = 0.7
 BANDWIDTH_SHARE = 0.85
+# The shortest time between the launches of two eager kernels.
 KERNEL_SECONDS = 2.5e-6
 # These factors were fitted to steps of a GPT-2-sized model on one H200, with this template's loop,
 # nanoGPT and the Trainer of transformers (27 November 2026; docs/evidence/gpus.md in the template).
@@ -50,20 +53,27 @@ class LiveStorage:
 class Meter(TorchDispatchMode):
     """Counts the bytes of all live tensors, and the costs of a step's operators.
 
-    `cost` has, for a whole step, "flops", "sent" (bytes) and seconds. "products" are the seconds of
-    matrix products and attention. All other operators take "fused" seconds if they are compiled.
-    Eager, they take "memory" seconds, or "kernels" seconds if the launch takes longer than the
-    bytes. "eager" and "compiled" are the sums. `flops` and `bandwidth` (bytes) are a GPU's peaks
-    per second according to its data sheet.
+    `cost` has these sums over a whole step:
+    - "flops", without the optimizer, and "sent" (bytes).
+    - "products": seconds of operators with FLOPs (matrix products and attention).
+    - "memory" and "kernels": seconds of all other operators if they run eagerly. An operator counts
+      for "kernels" if its launch takes longer than reading and writing its bytes.
+    - "fused": seconds of these other operators if they are compiled.
+    - "eager" = "products" + "memory" + "kernels", and "compiled" = "products" + "fused".
+
+    `flops` (per second) and `bandwidth` (bytes per second) are a GPU's peaks by its data sheet.
     """
 
     def __init__(self, flops: float, bandwidth: float) -> None:
         super().__init__()
         self.flops = flops
         self.bandwidth = bandwidth
+        # By the id of the storage.
         self.live: dict[int, LiveStorage] = {}
         self.live_bytes = 0
+        # The current phase of the step: forward, backward or optimizer.
         self.phase = ""
+        # Whether FSDP reduces gradients after each micro-batch; fit.py sets it.
         self.reduces_each_micro_batch = False
         self.begin(1)
 
@@ -82,10 +92,10 @@ class Meter(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an operator, and count its tensors and its cost."""
-        # This operator is called very often and is free.
+        # This operator reads a tensor's device. It is called very often and costs nothing.
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        # A DTensor then calls the operator on its local shard, which is counted here.
+        # Let DTensor handle the operator: it calls operators on its local shard, which are counted.
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
@@ -93,6 +103,7 @@ class Meter(TorchDispatchMode):
         tensors = distinct_tensors((args, kwargs, result))
         for tensor in tensors:
             self.hold(tensor.untyped_storage())
+        # Collectives have the namespace c10d or _c10d_functional.
         if "c10d" in func.namespace:
             self.count_collective(str(func), tensors)
         elif not func.is_view and func._overloadpacket not in FREE:
@@ -107,28 +118,32 @@ class Meter(TorchDispatchMode):
         if not tensors:
             return
         read_and_written = sum(tensor.nbytes for tensor in tensors)
-        by_bytes = read_and_written / (BANDWIDTH_SHARE * self.bandwidth)
-        by_flops = flops / (PEAK_SHARE * self.flops)
-        # The peak is for 16-bit numbers; TF32, for products of float32, has half of it.
+        seconds_of_bytes = read_and_written / (BANDWIDTH_SHARE * self.bandwidth)
+        seconds_of_flops = flops / (PEAK_SHARE * self.flops)
+        # The peak is that of 16-bit numbers. Products of float32 run in TF32, which has half of it.
         if all(tensor.dtype.itemsize > 2 for tensor in tensors):
-            by_flops = 2 * by_flops
+            seconds_of_flops = 2 * seconds_of_flops
+        in_optimizer = self.phase == "optimizer"
         # The optimizer runs once per step, with any number of micro-batches.
-        repeats = 1 if self.phase == "optimizer" else self.repeats
-        if self.phase != "optimizer":
+        repeats = 1 if in_optimizer else self.repeats
+        if not in_optimizer:
             self.cost["flops"] += repeats * flops
         if flops:
-            seconds = repeats * max(by_flops, by_bytes, KERNEL_SECONDS)
+            seconds = repeats * max(seconds_of_flops, seconds_of_bytes, KERNEL_SECONDS)
             self.cost["products"] += seconds
             self.cost["eager"] += seconds
             self.cost["compiled"] += seconds
             return
-        eager = by_bytes
-        fused = max(by_bytes, KERNEL_SECONDS)
-        # The optimizer is never compiled, and its few kernels work on all weights at once.
-        if self.phase != "optimizer":
-            eager = EAGER_BYTES * by_bytes
-            fused = FUSED_BYTES * by_bytes
+        if in_optimizer:
+            # The optimizer's few kernels work on all weights at once: EAGER_BYTES does not apply.
+            # The optimizer is never compiled, so `fused` is the eager time, too.
+            eager = seconds_of_bytes
+            fused = max(seconds_of_bytes, KERNEL_SECONDS)
+        else:
+            eager = EAGER_BYTES * seconds_of_bytes
+            fused = FUSED_BYTES * seconds_of_bytes
         limit = "memory" if eager > KERNEL_SECONDS else "kernels"
+        # An eager operator takes at least the time between two launches.
         eager = max(eager, KERNEL_SECONDS)
         self.cost[limit] += repeats * eager
         self.cost["eager"] += repeats * eager
@@ -144,7 +159,7 @@ class Meter(TorchDispatchMode):
         if "reduce_scatter" in name and not self.reduces_each_micro_batch:
             repeats = 1
         # A ring sends the larger of input and output once. An all-reduce sends the data twice: to
-        # reduce it, and to distribute the result.
+        # reduce it, and to distribute the result. (fit.py subtracts the chunk that is not sent.)
         sent = max((tensor.nbytes for tensor in tensors), default=0)
         if "allreduce" in name or "all_reduce" in name:
             sent = 2 * sent
@@ -169,7 +184,7 @@ class Meter(TorchDispatchMode):
 
     @contextlib.contextmanager
     def annotated(self, phase: str) -> Iterator[None]:
-        """Set the phase of the step; replaces the annotation for traces."""
+        """Set the phase of the step; replaces `annotated` of device.py, which labels traces."""
         self.phase = phase
         yield
         # Work outside of phases is done once per step, like the optimizer's.

@@ -67,6 +67,7 @@ def picture(title: str, paint: Callable[..., None], *data: Any) -> Picture:
         with contextlib.suppress(ValueError, TypeError, LookupError, ArithmeticError):
             paint(axes, *data)
             if axes.has_data():
+                # Without a date, the same metrics give the same bytes.
                 figure.savefig(out, format="svg", transparent=True, metadata={"Date": None})
                 image = "data:image/svg+xml;base64," + b64encode(out.getvalue()).decode()
     return Picture(title, image)
@@ -127,21 +128,24 @@ def bars(axes: Axes, rows: list[Bar], xlabel: str, format_value: Callable[[float
             va="center",
         )
     axes.set_yticks(range(len(upwards)), [row.label for row in upwards])
-    # Leave room for the numbers next to the bars.
+    # Leave room for the numbers next to the bars. An axis cannot have the width 0.
     right = 1.2 * longest
     if right == 0:
         right = 1.0
     axes.set(xlabel=xlabel, xlim=(0, right))
     axes.grid(axis="y", visible=False)
     figure = axes.figure
+    # For the type checker: it might be a subfigure, which has no height.
     assert isinstance(figure, Figure)
+    # In inches: the x axis with its label, and each row.
     figure.set_figheight(0.85 + 0.36 * len(rows))
 
 
 def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
     """Plot samples/s by number of processes, next to ideal scaling.
 
-    `records` are the scale stage's results by number of processes.
+    `records` are the scale stage's results by number of processes. Strong scaling keeps the global
+    batch; weak scaling has a global batch for each process.
     """
     if len(records) < 2:
         return
@@ -153,8 +157,8 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
         strong.append(record["strong"]["samples_per_second"])
         weak.append(record["weak"]["samples_per_second"])
     # The first record is that of one process.
-    no_loss = [strong[0] * count for count in ranks]
-    axes.plot(ranks, no_loss, ":", color=GREY, label="ideal")
+    ideal = [strong[0] * count for count in ranks]
+    axes.plot(ranks, ideal, ":", color=GREY, label="ideal")
     axes.plot(ranks, strong, "o-", label="same global batch")
     axes.plot(ranks, weak, "s--", label="batch grows")
     axes.set(xlabel="processes", ylabel="samples/s", xticks=ranks, ylim=(0, None))
@@ -163,12 +167,14 @@ def scaling(axes: Axes, records: dict[str, dict[str, Any]]) -> None:
 
 def three_digits(value: float) -> str:
     """Format a number with three significant digits, and thousands separators."""
+    # Round first: ".3g" itself would show 12,345 as 1.23e+04.
     rounded = float(f"{value:.3g}")
     return f"{rounded:,.10g}"
 
 
 def four_digits(value: float) -> str:
     """Format a number with four significant digits, and thousands separators."""
+    # Round first, as in `three_digits`.
     rounded = float(f"{value:.4g}")
     return f"{rounded:,.10g}"
 

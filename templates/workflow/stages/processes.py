@@ -24,23 +24,27 @@ OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|
 
 
 def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
-    """Return the maximum number of processes here and, if it is 1, the reason.
+    """Return the maximum number of processes to measure with and, if it is 1, the reason.
 
-    Raises UserError if --workflow.ranks asks for more.
+    Raises UserError if --workflow.ranks is more than the devices or the samples of a batch. If the
+    parallel settings refuse the number, the result is 1.
     """
     asked = config.workflow.ranks
     batch = config.train.global_batch_size
     devices = 1
     if device.type == "cpu":
+        # A CPU runs any number of processes. Unless asked for more, two are enough for the checks.
         devices = max(2, asked)
     elif device.type == "cuda" and ":" not in config.device:
         # If the user chose a device like cuda:1, only that one is used.
         devices = torch.cuda.device_count()
-    possible = min(batch, devices)
-    most = asked or possible
-    if most > possible:
-        limits = f"there are {devices} devices, and --train.global-batch-size is {batch}"
-        raise UserError(f"--workflow.ranks {most} is too many: {limits}")
+    if asked > devices:
+        usable = named(devices, "device")
+        raise UserError(f"--workflow.ranks {asked} is too many: {usable} can be used")
+    if asked > batch:
+        reason = f"--train.global-batch-size is {batch}"
+        raise UserError(f"--workflow.ranks {asked} is too many: {reason}")
+    most = asked or min(batch, devices)
     if most > 1:
         reason = refusal(config, most)
         if reason:
@@ -50,7 +54,7 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
         return 1, "--workflow.ranks is 1"
     if batch == 1:
         return 1, "--train.global-batch-size 1 cannot be divided"
-    return 1, "there is only one device; --device cpu checks everything except speed"
+    return 1, "only one device is used; --device cpu checks everything except speed"
 
 
 def refusal(config: Any, ranks: int) -> str:
@@ -91,7 +95,7 @@ def named(count: int, what: str) -> str:
 
 def leave(number: int, frame: types.FrameType | None) -> None:
     """Handle a stop signal by exiting, so that child processes are ended as well."""
-    # The signal often comes twice.
+    # Ignore a second signal, which often follows, so that it does not interrupt the exit.
     signal.signal(number, signal.SIG_IGN)
     sys.exit(128 + number)
 
@@ -104,7 +108,7 @@ def plain_environment() -> dict[str, str]:
 def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
     """Run `python -m workflow.<module> FOLDER TASK`; return the content of FOLDER/TASK.json.
 
-    `options` are passed to `run_module`.
+    `options` are `ranks`, `seconds` and environment variables for `run_module`.
     """
     run_module(f"{__package__}.{module}", str(folder), task, **options)
     return json.loads((folder / f"{task}.json").read_text("utf-8"))
@@ -115,19 +119,23 @@ def run_module(
 ) -> None:
     """Run `python -m module words` as one process, or as several `ranks` under torchrun.
 
+    `environment` has additional environment variables.
+
     Raises RankError if it fails or takes longer than `seconds`. At the end, also after SIGTERM or
     Ctrl-C, all its processes are killed. torchrun and its ranks also end if this process is killed.
     """
     command = [module, *words]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
+        # `python -m` starts launch.py; this -m tells torchrun that `module` is a module, too.
         command = [*torchrun, "-m", *command]
         # launch.py reads these to end with this process.
         environment["LAUNCHER_PID"] = str(os.getpid())
         environment["OF_A_STAGE"] = "1"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
+    # The child imports modules from the same paths as this process.
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # launch.sh sets this, too.
+    # As in launch.sh: the ranks get their own store, not that of torchrun.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     earlier_handler = signal.signal(signal.SIGTERM, leave)
     # In a new session, Ctrl-C reaches only this process, which then ends the others.
@@ -139,6 +147,7 @@ def run_module(
         text=True,
         start_new_session=True,
     )
+    # This applies if `communicate` below runs into its timeout.
     problem = f"took more than {seconds:.0f} s"
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -147,13 +156,15 @@ def run_module(
             if process.returncode:
                 problem = f"ended with exit code {process.returncode}"
     finally:
-        # The kernel kills torchrun's ranks with it.
+        # If this kills torchrun, the kernel kills its ranks, which have sessions of their own.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # This returns once all processes that hold the pipe have ended.
+        # This returns all output, including what was read above, once all processes that hold the
+        # pipe have ended.
         output, _ = process.communicate()
         signal.signal(signal.SIGTERM, earlier_handler)
     if problem:
+        # Leave out the first word, which is a temporary folder.
         name = " ".join([module, *words[1:]])
         raise RankError("\n  ".join([f"{name} {problem}", *lines_to_show(output)]))
 

@@ -21,7 +21,7 @@ from .trace import COMMUNICATION, PARTS, Breakdown, breakdown, read_trace
 
 UNTRACED_STEPS = 20
 SHOWN_OPERATORS = 10
-# Other causes are mentioned if they take more than this fraction of a step.
+# Causes other than the main one are mentioned if they take more than this fraction of a step.
 MENTIONED_FRACTION = 0.15
 # For each diagnosis, the categories of a step's time that it covers.
 CAUSES = {
@@ -50,25 +50,29 @@ def measure(config: Config) -> int:
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace = tracer.written[-1]
     averages = tracer.profile.key_averages()
-    ranks: list[Breakdown] = []
+    # On rank 0: one breakdown per rank.
+    breakdowns: list[Breakdown] = []
     problem = ""
     try:
         # If a rank cannot read its trace, all ranks get the error.
         with group.together():
             this_rank = breakdown(read_trace(trace), averages)
-        ranks = group.gather(this_rank)
+        breakdowns = group.gather(this_rank)
     except RankError as error:
         problem = f"the trace is incomplete: {error}"
     # Machines may have different numbers of workers, but all ranks take the same steps.
     workers = max(group.broadcast(group.gather(config.train.loader_workers)))
+    # `in_rounds` needs at least two rounds of the workers.
     steps = record_steps(state, max(UNTRACED_STEPS, 2 * workers))
     untraced = spread(in_rounds(steps.seconds, workers))
-    # Several workers deliver in bursts, so the few traced steps may contain none of the waits.
+    # Several workers deliver in bursts, so the few traced steps may contain none of the waits. Take
+    # the fraction of time that the untraced steps wait.
     waiting = 0.0
     if workers > 1:
         waiting = float(steps.waits.sum() / steps.seconds.sum())
     state.loader.close()
     if stage is not None:
+        # `judge_steps` sets the diagnosis, if there is one.
         stage.figures |= {"trace": str(trace), "step_seconds": untraced, "diagnosis": None}
         stage.check(
             "trace",
@@ -77,8 +81,9 @@ def measure(config: Config) -> int:
             wanted="written and readable",
             advice="check that the disk is not full",
         )
-        if ranks:
-            judge_steps(stage, world.device, ranks, untraced["median"], waiting)
+        if breakdowns:
+            judge_steps(stage, world.device, breakdowns, untraced["median"], waiting)
+    # No reference to the model may remain when the process group ends.
     del state
     leave(world)
     if stage is None:
@@ -87,9 +92,10 @@ def measure(config: Config) -> int:
 
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
-    """Trace some training steps."""
-    # In the step after the window, the profiler ends the window. That step has to be idle: in a
-    # new window, torch's averages would start again. So there is at least one idle step.
+    """Trace one window of training steps; the returned profiler has its file and its averages."""
+    # The profiler ends the window when it advances to the next step. That step must be an idle one:
+    # if it began a new window, torch's averages would start again. So a period has at least one
+    # idle step (`wait`).
     every = max(1, config.wait) + config.warmup + config.active
     tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
@@ -108,14 +114,14 @@ def judge_steps(
 ) -> None:
     """Report where the time goes and what to try.
 
-    An untraced step takes `untraced` seconds. Untraced steps wait for data for at least the
-    fraction `waiting`.
+    `ranks` has the breakdown of each rank. An untraced step takes `untraced` seconds, of which it
+    waits for data for at least the fraction `waiting`.
     """
     # The slowest rank spends the least time in communication, where the others wait for it.
     communicating = [float(rank.seconds[:, COMMUNICATION].sum()) for rank in ranks]
     slowest = communicating.index(min(communicating))
     compilations = max(each_rank.compilations for each_rank in ranks)
-    # Whichever rank compiles, it holds up all of them.
+    # A rank that compiles holds up all ranks, so take the largest number of compilations.
     rank = ranks[slowest]._replace(compilations=compilations)
     steps = len(rank.seconds)
     traced = rank.step_seconds
@@ -131,11 +137,13 @@ def judge_steps(
         wanted="none, since fractions of time are meaningless while compiling",
         advice="if the model compiles only at the start, raise --profile.wait",
     )
+    # `rank.device` tells whether the trace has work of a GPU.
     if device.type != "cpu" and not rank.device:
         problem = f"torch.profiler recorded no work of the device ({device.type})"
         stage.check("shares", None, measured=problem, wanted="measured")
         return
     fractions = rank.fractions
+    # On a CPU, tracing slows down the operators as well, so its overhead cannot be assigned.
     if rank.device:
         fractions = without_tracing(fractions, traced / untraced)
     fractions = with_waits(fractions, waiting)
@@ -173,7 +181,8 @@ def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
     """Report how much of the communication is waiting for the slowest rank."""
     # The shape is [ranks, steps, categories].
     seconds = np.stack([rank.seconds for rank in ranks])
-    # Sum over all steps, since a GPU's steps do not end at the same time as the host's.
+    # Sum over all steps. On a GPU, a single step is not exact: the trace divides the time where the
+    # host's steps begin, and the GPU may then still work on the step before.
     exposed = seconds[:, :, COMMUNICATION].sum(axis=1)
     # Assume that the rank with the least communication does not wait.
     waiting = float((exposed - exposed.min()).sum() / seconds.sum())
@@ -204,18 +213,19 @@ def with_waits(fractions: dict[str, float], waiting: float) -> dict[str, float]:
 
 def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
     """Return the main cause of a step's time, followed by other causes that take much time."""
-    lost: dict[str, float] = {}
+    # The fraction of a step that each cause takes.
+    taken: dict[str, float] = {}
     for cause, parts in CAUSES.items():
-        lost[cause] = sum(fractions[part] for part in parts)
+        taken[cause] = sum(fractions[part] for part in parts)
     diagnosis = "recompiling"
     if not compilations:
-        diagnosis = max(lost, key=lost.__getitem__)
+        diagnosis = max(taken, key=taken.__getitem__)
     diagnoses = [diagnosis]
     for cause in CAUSES:
         # Time in kernels is useful work, so mention it only as the main cause.
         if cause in (diagnosis, "kernel-bound"):
             continue
-        if lost[cause] > MENTIONED_FRACTION:
+        if taken[cause] > MENTIONED_FRACTION:
             diagnoses.append(cause)
     return diagnoses
 
@@ -228,6 +238,7 @@ def advice(
     world_size: int = 1,
 ) -> str:
     """Return the measurement behind a diagnosis, and what to try next."""
+    # If an input-bound step takes more time for copies than for loading, other remedies apply.
     if diagnosis == "input-bound" and fractions["copies"] > fractions["data"]:
         diagnosis = "copies"
     tries = remedies(diagnosis, fractions, rank, config, world_size)
@@ -280,7 +291,7 @@ def remedies(
         tries.append("a step without .item(), .cpu() and print, which copy and wait")
     if diagnosis == "host-bound":
         # One long gap means slow Python code at that point; many short gaps mean small kernels.
-        # The gap was traced, so compare it with the gaps as they were traced.
+        # The longest gap includes the overhead of tracing, and so do `rank.fractions`.
         all_gaps = rank.fractions["host"] * rank.step_seconds
         if rank.longest_gap.seconds > 0.2 * all_gaps:
             return ["to move the Python code at that point out of the step"]
@@ -296,8 +307,9 @@ def remedies(
         if parallel.reshards_after_forward(config.parallel):
             tries.append("--parallel.no-reshard-after-forward")
         tries.append("a larger --train.global-batch-size, or fewer ranks")
-    # Do not advise what another stage has just tried.
+    # Do not advise what the baseline stage has just tried.
     for text in rejected_by_baseline(config):
+        # The text is "OPTION VALUE: REASON". A remedy is such an option, or has it in parentheses.
         option, _, _ = text.partition(":")
         tries = [each for each in tries if each != option and f"({option})" not in each]
     return tries
@@ -306,11 +318,14 @@ def remedies(
 def rejected_by_baseline(config: Config) -> list[str]:
     """Return the settings that `baseline` has tried and does not recommend, with the reasons."""
     measured = read_stage(config.directory, "baseline")
-    return measured["figures"].get("rejected", []) if measured else []
+    if not measured:
+        return []
+    return measured["figures"].get("rejected", [])
 
 
 def compile_remedy(config: Config) -> list[str]:
-    """Return the compile mode to try; [] if the run already compiles, or no mode was faster."""
+    """Suggest a compile mode; [] if the run already compiles, or no mode was faster."""
+    # If the compile stage has no result yet, suggest this mode.
     best = "blocks"
     measured = read_stage(config.directory, "compile")
     if measured:

@@ -43,6 +43,7 @@ WANTED = {
     "corrupt_newest": "a damaged checkpoint is never loaded; the previous one is loaded instead",
     "reshard": "the same tensors on any number of processes",
 }
+# What to do if a check fails.
 ADVICE = {
     "roundtrip": "look for state outside parameters and buffers, and random numbers not from torch",
     "killed_while_saving": "publish with one rename after everything is on disk (publish.py)",
@@ -63,7 +64,7 @@ def measure(config: StageConfig) -> int:
     """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("checkpoint", config)
     folder = config.directory / "workflow/.drill"
-    # An earlier stage that was killed may have left it.
+    # An earlier stage that was killed may have left this folder.
     shutil.rmtree(folder, ignore_errors=True)
     try:
         folder.mkdir(parents=True)
@@ -82,7 +83,9 @@ class Drill:
         self.run_dir = folder / "run"
         config = stage.config
         self.device = pick_device(config.device)
+        # If there can be only one rank, `why_one` is the reason; otherwise it is empty.
         self.ranks, self.why_one = most_ranks(config, self.device)
+        # Whether repeated steps must have the same bits, since all kernels are deterministic.
         self.exact = self.device.type == "cpu" or config.train.deterministic
         short_run = {
             "train.steps": STEPS,
@@ -92,6 +95,7 @@ class Drill:
             # The last step still validates, so use few samples.
             "train.validate_samples": config.train.global_batch_size,
             "checkpoint.every": EVERY,
+            # `damage` needs the checkpoint before the newest one, too.
             "checkpoint.keep": 2,
             "track": False,
         }
@@ -113,6 +117,7 @@ class Drill:
             self.reshard()
         except RankError as error:
             reason = "; ".join(str(error).splitlines()[:3])
+            # The stage has results for the first checks of `WANTED`.
             checks_left = list(WANTED)[len(stage.checks) :]
             for name in checks_left:
                 self.judge(name, False, reason)
@@ -122,6 +127,7 @@ class Drill:
 
         Raises RankError if it failed for another reason.
         """
+        # The run writes this file just before it kills itself, which `child` reports as an error.
         record = self.folder / "kill.json"
         try:
             return self.child(self.ranks, "kill")
@@ -138,26 +144,30 @@ class Drill:
         # Read the losses now, since the resumed run overwrites those of repeated steps.
         losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
+        # By step, the digests of the tensors that were saved or restored. The steps are strings,
+        # since they are keys in JSON.
         self.saved: dict[str, Digests] = killed["digests"] | result["digests"]
         last = str(STEPS)
         first = Outcome(losses, killed["digests"][last])
         again = Outcome(losses_of(self.run_dir), self.saved[last])
         problems, same = compare(first, again, self.exact)
         restart = result["restart"]
-        resumed = restart["step"]
-        if resumed != STEPS - EVERY:
-            problems.append(f"resumed from step {resumed}, not {STEPS - EVERY}")
-        saved = killed["digests"].get(str(resumed), {})
-        restored = result["digests"].get(str(resumed), {})
+        resume_step = restart["step"]
+        # The run was killed in the save of step STEPS, so the save before is the newest one.
+        if resume_step != STEPS - EVERY:
+            problems.append(f"resumed from step {resume_step}, not {STEPS - EVERY}")
+        saved = killed["digests"].get(str(resume_step), {})
+        restored = result["digests"].get(str(resume_step), {})
         wrong_tensors = differing(restored, saved)
         tensors = wrong_tensors or f"{len(restored)} tensors bit for bit"
-        measured = f"step {resumed}: {tensors}; {'; '.join(problems) or same}"
+        steps = "; ".join(problems) or same
+        measured = f"step {resume_step}: {tensors}; {steps}"
         self.judge("roundtrip", not problems and not wrong_tensors, measured)
 
         left = self.left_over()
         if left:
             problems.append(f"left over: {', '.join(left)}")
-        good = f"1 kill, in the save of step {STEPS}; {STEPS - resumed} steps repeated, {same}"
+        good = f"1 kill, in the save of step {STEPS}; {STEPS - resume_step} steps repeated, {same}"
         self.judge("killed_while_saving", not problems, "; ".join(problems) or good)
         return seconds_of(restart, killed["killed_at"])
 
@@ -177,6 +187,7 @@ class Drill:
         with open(largest, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
             content[len(content) // 2] ^= 1
         result = self.child(self.ranks, "damage")
+        # The run has trained with the same settings, so a refusal is a failed check.
         if "refused" in result:
             raise RankError(result["refused"])
         problems: list[str] = []
@@ -221,7 +232,11 @@ class Drill:
             measured = "; ".join([good, *refused])
         else:
             measured = "; ".join(refused)
-        self.judge("reshard", not problems if loaded else None, measured)
+        # If no other number of processes can load it, the check is not possible.
+        passed: bool | None = None
+        if loaded:
+            passed = not problems
+        self.judge("reshard", passed, measured)
 
     def judge(self, name: str, passed: bool | None, measured: str) -> None:
         """Add a check of `WANTED` to the stage."""
@@ -234,6 +249,8 @@ class Drill:
         try:
             result = run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
         except RankError:
+            # With several ranks, a refusal ends the processes with an error. Before that, rank 0
+            # writes the reason to the file.
             result = read_json(file) if file.exists() else {}
             if "refused" not in result:
                 raise
@@ -260,11 +277,13 @@ def losses_of(run_dir: Path) -> dict[int, float]:
 def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
     """Return the seconds of each phase of a restart, and their total, from the times of events."""
     seconds: dict[str, float] = {}
-    began = killed_at
+    start = killed_at
     for phase in RESTART:
-        seconds[phase] = restart[phase] - began
-        began = restart[phase]
-    seconds["total"] = began - killed_at
+        seconds[phase] = restart[phase] - start
+        # The next phase starts when this one ends.
+        start = restart[phase]
+    # Now `start` is the end of the last phase.
+    seconds["total"] = start - killed_at
     return seconds
 
 
@@ -273,19 +292,22 @@ def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str
 
     If kernels are not deterministic (not `exact`), only losses are compared, with a tolerance.
     """
+    # `dtype` turns None into NaN.
+    losses = np.array([*first.losses.values()], dtype=float)
     losses_again = [again.losses.get(step, math.nan) for step in first.losses]
-    relative = differences(losses_again, first.losses.values()).max()
+    largest = differences(losses_again, losses).max()
     wrong_tensors = differing(again.digests, first.digests)
     problems: list[str] = []
-    if not np.isfinite(np.array([*first.losses.values()], dtype=float)).any():
+    if not np.isfinite(losses).any():
         problems.append("no loss is finite, so that nothing was trained")
-    if relative > (0 if exact else NEAR):
-        problems.append(f"losses differ by up to {relative:.0e}, relative")
+    tolerance = 0.0 if exact else NEAR
+    if largest > tolerance:
+        problems.append(f"losses differ by up to {largest:.0e}, relative")
     if exact and wrong_tensors:
         problems.append(f"at the end {wrong_tensors}")
     same = f"{len(losses_again)} losses bit for bit"
-    if relative:
-        same = f"{len(losses_again)} losses within {relative:.0e}"
+    if largest:
+        same = f"{len(losses_again)} losses within {largest:.0e}"
         same += " (--train.deterministic: exactly)"
     if not wrong_tensors:
         same += ", the same tensors at the end"
@@ -294,7 +316,9 @@ def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str
 
 def differing(digests: Digests, expected: Digests) -> str:
     """Describe tensors that are missing, new or not equal bit for bit; "" if there are none."""
-    names = sorted({name for name, _ in digests.items() ^ expected.items()})
+    # The pairs of name and digest that only one of the two has.
+    unequal = digests.items() ^ expected.items()
+    names = sorted({name for name, _ in unequal})
     if not names:
         return ""
     return f"{len(names)} tensors differ, such as {names[0]}"
@@ -334,6 +358,7 @@ def advise_interval(stage: Stage) -> None:
     figures = stage.figures
     step = figures["step_seconds"]["median"]
     cost = figures["cost_seconds"]["median"]
+    # The seconds until a save is published.
     published = figures["save_seconds"]["median"]
     restart = figures["restart_seconds"]["total"]
     hours = config.workflow.hours_between_failures
@@ -343,13 +368,15 @@ def advise_interval(stage: Stage) -> None:
     figures["hours_between_failures"] = hours
     figures["interval_seconds"] = best
     best_steps = max(1, math.ceil(best / step))
-    # --checkpoint.every 0 saves only at the end.
     steps_of_all = steps_of_run(config)
+    # The steps and the seconds between saves with the current setting; --checkpoint.every 0 saves
+    # only at the end.
     steps = min(config.checkpoint.every or steps_of_all, steps_of_all)
     interval = steps * step
     lost = f"{lost_fraction(best, cost, restart, failures):.2%}"
     fraction_now = lost_fraction(interval, cost, restart, failures)
     lost_now = f"{fraction_now:.2%}"
+    # The formula is an approximation for small losses, so it can exceed 1.
     if fraction_now >= 1:
         lost_now = "nearly all"
     often = f"save every {best_steps} steps"
@@ -375,7 +402,8 @@ def advise_interval(stage: Stage) -> None:
     if rounded >= steps_of_all:
         why = f"this run of {steps_of_all} steps then saves only at its end, and {why}"
     advise(stage, f"--checkpoint.every {rounded}: {why}")
-    # A run that saves only at its end would not keep the step with the best validation.
+    # A run that saves only at its end would not keep the step with the best validation. Then the
+    # interval is only advice, and the workflow does not take it over.
     if rounded < steps_of_all or not validates:
         recommend(stage, "checkpoint.every", rounded)
 
@@ -383,15 +411,17 @@ def advise_interval(stage: Stage) -> None:
 def with_validations(steps: int, validate_every: int, least: int = 1) -> int:
     """Round an interval between saves, so that validated steps are among those saved.
 
-    Only these can be the best checkpoint. The result is the nearest multiple or divisor of
-    `validate_every` that is at least `least`, or `steps` if none is within a factor of two.
+    Only a step that is both validated and saved can be the best checkpoint. The result is the
+    nearest multiple or divisor of `validate_every` that is at least `least`, or `steps` if none is
+    within a factor of two.
     """
-    fitting = [each for each in range(1, validate_every) if validate_every % each == 0]
+    # The divisors, then the two nearest multiples; the lower multiple may be 0.
+    candidates = [each for each in range(1, validate_every) if validate_every % each == 0]
     below = steps // validate_every * validate_every
-    fitting += [below, below + validate_every]
+    candidates += [below, below + validate_every]
     best = steps
     smallest_ratio = 2.0
-    for each in fitting:
+    for each in candidates:
         if each >= max(1, least):
             ratio = max(each / steps, steps / each)
             if ratio <= smallest_ratio:

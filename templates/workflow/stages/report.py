@@ -55,7 +55,10 @@ def publish_report(run_dir: Path) -> Path:
         raise UserError(f"there is nothing to report in {run_dir}: run `{first}` first")
     template = page_template()
     newest = max(sections.values(), key=lambda each: each.get("measured_at", ""))
+    # Without any stage, show the machine of the run.
+    measured_on = newest if "machine" in newest else run
     # A file may be damaged in any way, and some damage shows only when the page is rendered.
+    # `reading` then raises a RankError that names the run directory.
     with reading(run_dir):
         page = template.render(
             name=run_dir.resolve().name,
@@ -68,7 +71,7 @@ def publish_report(run_dir: Path) -> Path:
             compiled=COMPILED,
             plots=overview(sections, records),
             samples=shown_samples(run_dir),
-            origin=origin_of(newest if "machine" in newest else run, run.get("source", {})),
+            origin=origin_of(measured_on, run.get("source", {})),
             settings=flatten(settings or newest.get("settings", {})),
         )
     path = run_dir / "report.html"
@@ -78,6 +81,7 @@ def publish_report(run_dir: Path) -> Path:
 
 def page_template() -> Template:
     """Load the template of the page, with the filters that it uses."""
+    # With ChainableUndefined, `a.b.c` is empty instead of an error if a result lacks `a` or `b`.
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters["in_time"] = plots.in_time
     environment.filters["in_units"] = in_units
@@ -145,16 +149,18 @@ def read_sample(path: Path) -> Sample:
 
 def section(run_dir: Path, name: str) -> JsonObject:
     """Return the page's content for a stage, even if its file is missing or damaged."""
+    # The help of a stage is "SUMMARY: DETAILS."; the page shows only the summary.
     about, _, _ = STAGES.get(name, "").partition(":")
     page = {"about": about, "command": command_for(name, run_dir)}
     try:
         content = read_stage(run_dir, name)
         if content is None:
             return page | {"status": "not_run"}
-        # Drawn here rather than in the template, so that an error damages only this section.
+        # Draw here rather than in the template, so that an error affects only this section.
         pictures = pictures_of(name, content["figures"])
         rates = rates_of(name, content)
     except UserError as error:
+        # The page itself shows the command that measures again.
         problem, _, _ = str(error).partition(": measure again")
         return page | {"status": "damaged", "problem": problem}
     except Exception as error:
@@ -165,7 +171,7 @@ def section(run_dir: Path, name: str) -> JsonObject:
 
 
 def rates_of(name: str, content: JsonObject) -> list[plots.Bar]:
-    """Return the throughput of one process, without and with torch.compile."""
+    """Return the throughput of one process from the stage baseline or compile, [] from others."""
     figures = content["figures"]
     batch = content["settings"]["train"]["global_batch_size"]
     rates: list[plots.Bar] = []
@@ -196,7 +202,7 @@ def pictures_of(name: str, figures: JsonObject) -> list[plots.Picture]:
         return [operators_picture(figures)]
     if name == "scale":
         return scale_pictures(figures)
-    # Only the checkpoint stage has an interval, unless one of its processes failed.
+    # Only the checkpoint stage has this figure. It is missing if a process failed before.
     if "interval_seconds" in figures:
         return [recovery_picture(figures)]
     return []
@@ -234,7 +240,7 @@ def recovery_picture(figures: JsonObject) -> plots.Picture:
         plots.Bar("blocked by a save", figures["blocked_seconds"]["median"]),
         plots.Bar("save, until published", figures["save_seconds"]["median"]),
     ]
-    # Absent from results before this figure was measured.
+    # The results of earlier releases do not have this figure.
     if "cost_seconds" in figures:
         rows.insert(1, plots.Bar("training time it costs", figures["cost_seconds"]["median"]))
     for phase, description in RESTART.items():
@@ -289,14 +295,17 @@ def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
     """
     if not path.is_file():
         return []
+    # By whether the record has a validation, and by the slice of the file in which its line ends.
     kept: dict[tuple[bool, int], JsonObject] = {}
     damaged = 0
+    # The steps whose loss is not finite.
     without_loss: list[int] = []
     with open(path, "rb") as lines:
         size = os.fstat(lines.fileno()).st_size
         for line in lines:
             record = parsed(line)
             if record:
+                # Keep only finite numbers; NaN and infinity are null in the file.
                 values = {metric: value for metric, value in record.items() if finite(value)}
                 if "loss" in record and "loss" not in values:
                     without_loss.append(record["step"])
@@ -308,7 +317,7 @@ def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
                 # An incomplete last line may still be being written, so it does not count.
                 damaged += 1
     if damaged:
-        notes.append(f"{path.name}: {damaged} damaged lines are left out")
+        notes.append(f"{path.name}: {named(damaged, 'damaged line')} left out")
     if without_loss:
         count = named(len(without_loss), "log line")
         notes.append(f"the loss is not finite in {count}, first at step {min(without_loss)}")

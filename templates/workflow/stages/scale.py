@@ -1,7 +1,7 @@
 """Measure speed, memory and results on several numbers of processes: the scale stage.
 
-Each number of processes is started separately: `python -m` this module FOLDER reads
-FOLDER/settings.json and writes FOLDER/RANKS.json.
+For each number of processes, the stage starts `python -m` this module FOLDER RANKS, under torchrun
+if there are several. They read FOLDER/settings.json, and rank 0 writes FOLDER/RANKS.json.
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from .processes import free_host_memory, most_ranks, named, refusal, run_task
 from .stage import Stage, StageConfig
 from .timing import differences, in_rounds, peak_memory, record_steps
 
-# Allowed relative differences.
+# Allowed relative differences between one process and several.
 TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}
 # The usable fraction of memory; the rest is for fragmentation and other programs.
 ROOM = 0.95
@@ -41,9 +41,10 @@ LEAST_WEAK = 0.8
 TIMEOUT = 3600.0
 # The number of steps whose losses are compared.
 COMPARED = 12
-# The maximum number of timed steps, and seconds for them if steps are slow.
+# Time as many steps as take `SECONDS`, but at least 10 and at most `TIMED`.
 TIMED = 30
 SECONDS = 3.0
+# Advice for too little memory, and for a low efficiency.
 LESS_MEMORY = (
     "--train.activation-checkpointing, a smaller --train.micro-batch-size, or settings from `fit`"
 )
@@ -51,7 +52,7 @@ WHAT_RANKS_SHARE = (
     "raise --train.micro-batch-size and the global batch for more work between synchronizations; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
 )
-# Results by number of processes.
+# The results of `examine` by number of processes.
 Records = dict[int, dict[str, Any]]
 
 
@@ -62,6 +63,8 @@ def measure(config: StageConfig) -> int:
     cores = usable_cores()
     sizes, reason = world_sizes(config, device)
     most = sizes[-1]
+    # A process has the same number of threads whatever the number of processes, so that the speeds
+    # are comparable.
     threads = 1 if device.type == "cpu" else max(1, cores // most)
     records: Records = {}
     try:
@@ -72,7 +75,9 @@ def measure(config: StageConfig) -> int:
     except RankError as error:
         if "out of memory" not in str(error).lower():
             raise
-        failed = f"{named(sizes[len(records)], 'process')} ran out of memory"
+        # `records` has the results of all sizes before the one that failed.
+        failed_size = sizes[len(records)]
+        failed = f"{named(failed_size, 'process')} ran out of memory"
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
         if parallel.SHARDED:
             fit = command_for("fit", config.directory)
@@ -83,6 +88,7 @@ def measure(config: StageConfig) -> int:
     if most > 1:
         print("     note: scaling across machines, with a slower network, is not measured")
     judge_losses(stage, records, reason)
+    # If ranks compete for cores, their losses can be compared (above), but not their speed (below).
     if not reason and device.type == "cpu" and most > cores:
         reason = f"{most} ranks compete for {named(cores, 'core')}"
     for scaling in ("strong", "weak"):
@@ -103,6 +109,7 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
     sizes = [1]
     ranks = 2
     while ranks < most:
+        # The parallel settings may not allow each number.
         if not refusal(config, ranks):
             sizes.append(ranks)
         ranks = 2 * ranks
@@ -114,6 +121,7 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     """Start this many processes; return their measurements."""
     print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
+    # The third argument is RANKS: the name of the file in which `run_task` finds the result.
     record = run_task(
         "scale", folder, str(ranks), ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
     )
@@ -129,7 +137,7 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     `reason` is "" or the reason why that cannot be checked.
     """
     one = records[1]
-    # Dropout and batch statistics are off, so only the order of summation differs.
+    # Dropout and batch statistics are off, so the limits allow only for another order of sums.
     text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
     wanted = text.format(**TOLERANCE)
     if one["random"]:
@@ -139,6 +147,7 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
+    # Two losses that are both NaN count as equal below.
     if not np.isfinite(np.array(one["losses"], dtype=float)).any():
         measured = "no loss is finite, not even in one process"
         advice = "lower --optim.learning-rate, and look at the data"
@@ -161,23 +170,26 @@ def judge_efficiency(
 ) -> None:
     """Check the efficiency relative to one process; without GPUs only record it.
 
-    `scaling` is "strong" (the same global batch) or "weak" (a global batch per rank).
+    `scaling` is "strong" (the same global batch) or "weak" (a global batch per rank). `reason` is
+    "" or the reason why the efficiency cannot be measured.
     """
     most = max(records)
+    # JSON has an Interval (here of the seconds per step) as a list.
     one = Interval(*records[1][scaling]["interval"])
     efficiencies: dict[int, float] = {}
     shown: list[str] = []
     for ranks in sorted(records)[1:]:
         step = Interval(*records[ranks][scaling]["interval"])
-        # Ideally, n ranks need 1/n of the time for the same global batch.
-        times = ranks if scaling == "strong" else 1
-        efficiency = one.value / (times * step.value)
-        low = one.low / (times * step.high)
-        high = one.high / (times * step.low)
+        # Ideally, n ranks take 1/n of the time for the same batch, and the same time for n batches.
+        ideal_speedup = ranks if scaling == "strong" else 1
+        efficiency = one.value / (ideal_speedup * step.value)
+        low = one.low / (ideal_speedup * step.high)
+        high = one.high / (ideal_speedup * step.low)
         efficiencies[ranks] = efficiency
         shown.append(f"{ranks} ranks {efficiency:.0%} ({low:.0%} to {high:.0%})")
     name = f"{scaling}_efficiency"
     stage.figures[name] = {str(ranks): value for ranks, value in efficiencies.items()}
+    # Without a limit, every efficiency passes.
     limit = 0.0
     if device == "cuda":
         # Below 1/n, n ranks are slower than one.
@@ -188,6 +200,7 @@ def judge_efficiency(
     if reason:
         stage.check(name, None, measured=reason, wanted=wanted)
         return
+    # Here `most` is above 1, since there is a reason if only one process was measured.
     passed = efficiencies[most] > limit
     measured = ", ".join(shown)
     stage.check(name, passed, measured=measured, wanted=wanted, advice=WHAT_RANKS_SHARE)
@@ -199,7 +212,7 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     on_gpu = device.type == "cuda"
     if on_gpu:
         capacity = torch.cuda.get_device_properties(device).total_memory
-        # Each rank has its own device.
+        # Each rank has a device of its own, and the capacity is that of one device.
         totals = peaks
     else:
         capacity = free_host_memory()
@@ -216,14 +229,15 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     passed = max(totals.values()) <= ROOM * capacity
     wanted = f"at most {ROOM:.0%} of the memory"
     stage.check("memory", passed, measured=measured, wanted=wanted, advice=f"try {LESS_MEMORY}")
+    # If this project uses DDP, the peaks above are those of DDP.
     fits_ddp = passed
     if parallel.SHARDED:
-        # One process holds the whole state, as each rank does with DDP.
+        # The single process holds the whole state, as each rank would with DDP.
         ranks_per_memory = 1 if on_gpu else max(peaks)
         fits_ddp = ranks_per_memory * peaks[1] <= ROOM * capacity
-    rendered = "FSDP" if parallel.SHARDED else "DDP"
+    current = "FSDP" if parallel.SHARDED else "DDP"
     advised = "DDP" if fits_ddp else "FSDP"
-    end = ", which this project uses" if advised == rendered else f": {change_to(advised)}"
+    end = ", which this project uses" if advised == current else f": {change_to(advised)}"
     advise(
         stage, f"one process with the whole state needs {in_units(peaks[1])}: use {advised}{end}"
     )
@@ -251,15 +265,18 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     """Measure speed, memory and losses on this number of ranks."""
     state = setup(config, world)
     group = Group(world)
+    # The first two steps warm up; the third one shows how long a step takes.
     step_seconds = record_steps(state, 3).seconds[-1]
     # Rank 0 decides, since all ranks must take the same number of steps.
     steps = int(np.clip(SECONDS / group.broadcast(step_seconds), 10, TIMED))
-    # At least two rounds of the loader workers.
+    # `in_rounds` needs at least two rounds of the loader workers.
     steps = max(steps, 2 * config.train.loader_workers)
     strong = time_steps(state, steps)
+    # A single process has the same batch for weak scaling.
     weak = strong
-    # Read the peak before the larger batch and float32, which need more memory.
+    # Read the peak now: the larger batch and float32, which follow, need more memory.
     peak = max(group.gather(peak_memory(world.device)))
+    # Free this model before the next one is built.
     del state
     gc.collect()
     if world.size > 1:
@@ -274,7 +291,7 @@ def examine(config: Config, world: World) -> dict[str, Any]:
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
-    """Time steps of a state that is warmed up."""
+    """Time steps of a state that is warmed up, then close its loader."""
     seconds = record_steps(state, steps).seconds
     interval = median_interval(in_rounds(seconds, state.config.train.loader_workers))
     state.loader.close()
@@ -286,14 +303,16 @@ def has_drawn(state: State) -> bool:
     """Return whether the last step drew random numbers from torch, as dropout does."""
     device = state.world.device
     seed = state.config.train.seed
-    generators: list[Any] = [torch]
+    # `torch.get_rng_state` is for the CPU's generator, `torch.cuda.get_rng_state` for a GPU's.
+    modules: list[Any] = [torch]
     if device.type != "cpu":
-        # The module of this device type, such as torch.cuda.
-        generators.append(torch.get_device_module(device))
-    after = [generator.get_rng_state() for generator in generators]
-    # Seed as at the start of the step: if the states differ, the step has drawn numbers.
-    seed_random(seed, STEP, state.step - 1, state.world.rank, device=device)
-    before = [generator.get_rng_state() for generator in generators]
+        modules.append(torch.get_device_module(device))
+    after = [module.get_rng_state() for module in modules]
+    # Seed again as `train_step` did for the last step, to get the states before that step. If they
+    # differ from the states after it, the step has drawn numbers.
+    last_step = state.step - 1
+    seed_random(seed, STEP, last_step, state.world.rank, device=device)
+    before = [module.get_rng_state() for module in modules]
     for state_before, state_after in zip(before, after, strict=True):
         if not torch.equal(state_before, state_after):
             return True
@@ -303,11 +322,11 @@ def has_drawn(state: State) -> bool:
 def compare(config: Config, world: World) -> dict[str, Any]:
     """Return losses and gradient norms of the first steps, and whether they draw random numbers.
 
-    The steps run in float32 and in evaluation mode, since dropout and batch statistics depend on
-    how the batch is divided among ranks.
+    The steps run in evaluation mode, since dropout and batch statistics depend on how the batch is
+    divided among ranks, and in float32, so that rounding differs little.
     """
     state = setup(override(config, {"train.precision": "fp32"}), world)
-    # TF32's rounding depends on how the batch is divided, too: disable it until the next setup.
+    # TF32 would round more, depending on how the batch is divided.
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
     state.module.eval()
@@ -316,6 +335,7 @@ def compare(config: Config, world: World) -> dict[str, Any]:
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
+    # The next `setup` sets the precision of matrix products, but not this flag.
     torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
     return {"losses": losses, "gradient_norms": norms, "random": has_drawn(state)}

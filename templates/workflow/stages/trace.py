@@ -22,20 +22,21 @@ COMMUNICATION = PARTS.index("communication")
 # In a trace, complete events ("ph": "X") have a category, a name, a thread, a start and a duration
 # in microseconds. Of all events that cover a moment of a step, the one that comes first in ON_GPU
 # or ON_CPU decides; a moment without any event belongs to the host. So the parts add up to the
-# step, and communication counts only while no kernel runs.
+# step. On a GPU, communication counts only while no kernel runs.
 
-# The following patterns match an event's label, "CATEGORY NAME", with the names of torch 2.13.
+# Names of events in torch 2.13: a compilation, and the annotation around compiled code.
+COMPILATION = "_compile.compile_inner (dynamo_timed)"
+COMPILED = "## Call CompiledFxGraph"
+
+# The following patterns match an event's label, "CATEGORY NAME".
 # A step, on the training thread.
 STEP = "user_annotation ProfilerStep#"
-# A compilation; this is a name without a category.
-COMPILATION = "_compile.compile_inner (dynamo_timed)"
-# The name of the annotation around compiled code.
-COMPILED = "## Call CompiledFxGraph"
 # Events that count on any thread; all others count only on the training thread.
 ON_ANY_THREAD = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")
 # Parts and the patterns of their events, in order of precedence.
 ON_GPU = (
-    # NCCL's collectives are kernels, too.
+    # All kernels except those of collectives (NCCL's collectives are kernels, too), and memory
+    # operations within the device.
     ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
     ("communication", "kernel "),
     ("copies", "gpu_memcpy "),
@@ -46,14 +47,13 @@ ON_CPU = (
     ("data", f"user_annotation {WAITING}$"),
     # This may be inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
     ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
-    # Autograd nodes are excluded, since they also run hooks that may wait.
+    # Operators have a namespace, as in "aten::mm". Autograd nodes are excluded, since they also
+    # run hooks that may wait.
     ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
     # `gloo:all_reduce` is on a thread of gloo, from the call to the end of the collective. The
     # training thread waits for it outside any operator.
     ("communication", r"\w+ (gloo|mpi|ucc):"),
 )
-# The ends of adjacent events may differ by this many microseconds.
-ROUNDING = 1e-3
 
 
 class Event(NamedTuple):
@@ -84,10 +84,12 @@ class HostGap(NamedTuple):
 
 
 class NamedGap(NamedTuple):
-    """A gap in which only the host works, in seconds, and the operators before and after it."""
+    """A gap in which only the host works, in seconds, and the events before and after it."""
 
     seconds: float
+    # The last event that ended before the gap: the gap comes after it.
     after: str
+    # The first event that starts after the gap.
     before: str
 
 
@@ -97,7 +99,7 @@ class Operator(TypedDict):
     name: str
     self_seconds: float
     calls: int
-    # `self_seconds` as a fraction of the traced time; the key of the stage's JSON.
+    # `self_seconds` as a fraction of the traced time. "share" is also the key in the stage's JSON.
     share: float
 
 
@@ -192,7 +194,9 @@ def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[Ho
     # No event starts or ends between two adjacent edges, so each such interval has one owner.
     edges = np.unique(np.append(step_times, claimed))
     owners = np.full(len(edges) - 1, HOST)
-    for claim, (first, last) in zip(claims, np.searchsorted(edges, claimed), strict=True):
+    # For each claim, the indices of the edges where it starts and ends, shape [claims, 2].
+    indices = np.searchsorted(edges, claimed)
+    for claim, (first, last) in zip(claims, indices, strict=True):
         owners[first:last] = PARTS.index(claim.part)
     seconds = np.zeros((len(steps), len(PARTS)))
     gaps: list[HostGap] = []
@@ -220,10 +224,11 @@ def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
 
 
 def name_gap(gap: HostGap, claims: list[Claim]) -> NamedGap:
-    """Name the last operator before a gap, and the first one after it."""
+    """Name the last event before a gap, and the first one after it."""
+    # Name operators and kernels, not the annotation around the wait for data.
     work = [claim.event for claim in claims if claim.part != "data"]
-    earlier = [event for event in work if event.end <= gap.start + ROUNDING]
-    later = [event for event in work if event.start >= gap.end - ROUNDING]
+    earlier = [event for event in work if event.end <= gap.start]
+    later = [event for event in work if event.start >= gap.end]
     after = "the first step's start"
     if earlier:
         after = max(earlier, key=lambda event: event.end).name
@@ -250,6 +255,7 @@ def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[
             # A kernel's time is counted for the operator that launched it.
             continue
         if average.is_user_annotation and not average.key.startswith(COMPILED):
+            # Only the annotation around compiled code stands for work that has no operators.
             continue
         if device:
             microseconds = average.self_device_time_total

@@ -97,7 +97,7 @@ def cut_off(package: str, world: Any) -> None:
     group.exchange([0, 0])
     if world.size - 1 != RANK:
         group.exchange([0, 0])  # of before: all have sent it, or will
-        group.phase_limit = timedelta(seconds=0.5)
+        group.timeout = timedelta(seconds=0.5)
         try:
             group.exchange([0, 0])
         except errors.RankError as error:

@@ -21,10 +21,10 @@ def load_trained(
     run or step.
     """
     # Imported here, so that importing the package does not import torch.
-    from . import device as devices
     from .checkpoint.transfer import load_weights
     from .config import load, spec_from_json
     from .data import build_datasets
+    from .device import pick_device
     from .distributed import Group
     from .errors import UserError
     from .files import read_json
@@ -33,19 +33,20 @@ def load_trained(
 
     run_dir = Path(run_dir)
     if not (run_dir / "config.json").exists():
-        there = sorted(path.parent.name for path in run_dir.parent.glob("*/config.json"))
-        others = f"; there are {', '.join(there)}" if there else ""
+        names = sorted(path.parent.name for path in run_dir.parent.glob("*/config.json"))
+        others = f"; there are {', '.join(names)}" if names else ""
         raise UserError(f"there is no run named {run_dir.name} in {run_dir.parent}/{others}")
     config = load(run_dir / "config.json")
     try:
         spec = spec_from_json(read_json(run_dir / "spec.json"))
-    # Runs of earlier releases have no spec.json, and it is {} if the spec is not plain data.
+    # Runs of earlier releases have no spec.json, and it is {} if the spec is not plain data. Then
+    # build the datasets again to get their spec.
     except Exception:
         seed_start(config.train.seed)
         _, _, spec = build_datasets(config)
     model = build_model(config, spec)
-    loaded = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)
-    logging.getLogger(__name__).info("weights: %s", loaded)
-    # A caller may build the datasets: a random split is that of training.
+    summary = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)
+    logging.getLogger(__name__).info("weights: %s", summary)
+    # If the caller builds the datasets next, a random split is the same as in training.
     seed_start(config.train.seed)
-    return model.to(devices.pick_device(device)).eval(), spec, config
+    return model.to(pick_device(device)).eval(), spec, config

@@ -48,6 +48,7 @@ def train(arguments: list[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         lines += summary(config.directory, result)
     log.info("\n  ".join(lines))
+    # "regrouping": another machine has left the job, so torchrun must restart the remaining ranks.
     return TO_BE_RESTARTED if result.status == "regrouping" else 0
 
 
@@ -65,6 +66,7 @@ def export(arguments: list[str]) -> int:
     """Export a checkpoint to a file (.pt, .safetensors, .pt2), or turn a .pt back into a run."""
     from .config import RunLocation
 
+    # In a project that has huggingface.py, it adds a format to those of transfer.py.
     name = ".huggingface" if (HERE / "huggingface.py").exists() else ".checkpoint.transfer"
     module: Any = importlib.import_module(name, __package__)
 
@@ -86,13 +88,13 @@ def infer(arguments: list[str]) -> int:
     """Use a trained model in one process, whatever number of ranks saved it."""
     import torch
 
-    from . import infer as task
+    from . import infer as infer_module
     from . import load_trained
     from .checkpoint.transfer import Step, Weights
     from .config import RunLocation
 
     @dataclass(frozen=True)
-    class Inference(RunLocation, task.InferConfig):
+    class Inference(RunLocation, infer_module.InferConfig):
         """The run, its checkpoint, and the input."""
 
         step: Step = None
@@ -109,7 +111,7 @@ def infer(arguments: list[str]) -> int:
         options.directory, options.device, options.step, options.weights, options.base
     )
     with torch.no_grad():
-        task.infer(model, spec, config, options)
+        infer_module.infer(model, spec, config, options)
     return 0
 
 
@@ -120,6 +122,7 @@ def tokens(arguments: list[str]) -> int:
     return 0
 
 
+# The commands of this file; those of workflow/ are in its COMMANDS.
 OURS = {command.__name__: command for command in (train, verify, export)}
 # You may delete infer.py and workflow/; only some projects have tokens.py.
 for command in (infer, tokens):
@@ -146,6 +149,7 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
 
     about = HELP[name]
     program_name = f"{PROGRAM} {name}"
+    # Only commands with the settings of a training run accept --preset and --config.
     if not issubclass(kind, Config):
         options = tyro.cli(kind, prog=program_name, description=about, args=arguments)
         return expand_home(options)
@@ -154,6 +158,7 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
     given.config = expand_home(given.config)
+    # The names of the settings that are given, as in Python: train.log_every.
     given_names: set[str] = set()
     for word in rest:
         if word.startswith("--"):
@@ -164,6 +169,7 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     )
 
     def read(saved: dict[str, Any] | None = None) -> Any:
+        # Later settings override earlier ones: saved, preset, file, command line.
         start = preset(given.preset, kind, saved)
         if given.config is not None:
             start = load(given.config, kind, start)
@@ -225,18 +231,20 @@ def refuse_ranks_without_torchrun() -> None:
 def main() -> int:
     """Run a command and return its exit code.
 
-    It is 0, 1 when something is wrong, 2 for bad input, 128 + n after signal n. Under torchrun
-    it may also be FAILED_AT_START or TO_BE_RESTARTED.
+    The code is 0 on success (and when `train` has saved after a stop signal), 1 when something is
+    wrong, 2 for bad input, and 128 + n when signal n ended the command. Under torchrun it may also
+    be FAILED_AT_START or TO_BE_RESTARTED.
     """
     log_to_console()
     # Waiting OpenMP threads spin and so occupy cores that other work could use. GOMP_SPINCOUNT,
     # which OpenMP reads when torch is imported, makes them sleep soon.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "3000")
-    # Expandable segments reduce fragmentation of GPU memory.
+    # Expandable segments reduce fragmentation of GPU memory. The first variable is the older name
+    # of the second.
     if "PYTORCH_CUDA_ALLOC_CONF" not in os.environ:
         os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    # File names may contain bytes that cannot be encoded. A notebook's stdout has no such method.
+    # File names may contain bytes that cannot be encoded. A notebook's stdout has no `reconfigure`.
     stdout: Any = sys.stdout
     if hasattr(stdout, "reconfigure"):
         stdout.reconfigure(errors="backslashreplace")

@@ -30,24 +30,26 @@ if TYPE_CHECKING:
     from .train import State
 
 log = logging.getLogger(__name__)
-# Relative. Rounding to bfloat16 stays below it, while a mean is off by a factor.
+# The largest relative difference that rounding explains, even to bfloat16. A loss that is a mean
+# differs far more: its halves add up to about twice the value of the batch.
 TOLERANCE = 0.01
 # Rounding may move a few samples across a threshold, as in an accuracy. So a warning about a metric
 # needs a larger difference, and whole numbers, which are counts, never cause one.
 TOLERANCE_OF_METRICS = 0.25
 # A model may be random in evaluation mode too, so each batch is evaluated this many times.
 DRAWS = 16
-# If the limit is above this, the comparison is inconclusive.
+# A comparison whose `limit` is above this is inconclusive.
 TOO_RANDOM = 0.1
 # A new run evaluates at most this many samples.
 MOST_SAMPLES = 8
+# What to do about a sum that does not add up, by the reason.
 NOT_A_SUM = {
     "mean": "compute_loss must return sums, not means (reduction='sum')",
     "count": "a count must be the number of values in this batch's sum",
     "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
     "let one sample hold all that is compared; for a metric, return the sums it is computed from",
 }
-# The entry of the loss vector with the count that the loss is divided by.
+# The index in a loss vector of the count that the loss is divided by.
 COUNT_OF_LOSS = 1
 
 
@@ -82,18 +84,20 @@ class _Draws(Dataset):
         draw, batch_slice = item
         source = self.source
         if draw > 0:
+            # The copy's `draws`, the key of random numbers, differs from that of training.
             source = copy.copy(source)
             source.draws = stream_key(source.draws, draw)
-        return source[batch_slice.step, MicroBatch(batch_slice.samples, 1.0)]
+        micro_batch = MicroBatch(indices=batch_slice.samples, weight=1.0)
+        return source[batch_slice.step, micro_batch]
 
 
 def read_batches(
     state: "State", slices: list[BatchSlice], draws: int = 1
 ) -> Generator[Any, None, None]:
-    """Yield the batches of slices, several times with different random numbers.
+    """Yield the batches of all slices, then again with other random numbers: `draws` times in all.
 
-    A sample's random numbers depend on its position, so within a draw each batch sees the same.
-    Close the generator to stop its loader worker.
+    A sample's random numbers depend on its position, so within a draw they are the same in each
+    batch that has the sample. Close the generator to stop its loader worker.
     """
     items: list[tuple[int, BatchSlice]] = []
     for draw in range(draws):
@@ -110,13 +114,15 @@ def evaluate(state: "State", batches: Iterable[Any], draws: int = 1) -> Evaluati
     world = state.world
     with torch.no_grad():
         for batch in batches:
-            # Each evaluation draws different random numbers; another run draws the same ones.
+            # The model's random numbers differ from batch to batch, but not from run to run.
             seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
             loss = parallel.forward(compute_loss, state, move(batch, world.device))
             check_loss(loss, is_trained=False)
             vectors.append(loss_vector(loss))
             names = names_of(loss)
-    return Evaluation(torch.stack(vectors).unflatten(0, (draws, -1)), names)
+    # From [draws * batches, names] to [draws, batches, names].
+    sums = torch.stack(vectors).unflatten(0, (draws, -1))
+    return Evaluation(sums, names)
 
 
 def names_of(loss: LossSum) -> list[str]:
@@ -124,22 +130,27 @@ def names_of(loss: LossSum) -> list[str]:
     names = ["loss", "count"]
     for name, metric in loss.metrics.items():
         # A metric with its own count is a tuple.
-        own_count = isinstance(metric, tuple)
-        names += [name, f"count of {name}" if own_count else "count"]
+        has_own_count = isinstance(metric, tuple)
+        names += [name, f"count of {name}" if has_own_count else "count"]
     return names
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Sums and counts of a batch and of its two halves, averaged over the draws."""
+    """Sums and counts of a batch and of its two halves, averaged over the draws.
 
+    All tensors have the shape [names].
+    """
+
+    # The number of samples in the batch.
     samples: int
     names: list[str]
     whole: torch.Tensor
     first: torch.Tensor
     second: torch.Tensor
-    # Each sum and count is compared relative to its largest magnitude.
+    # The largest magnitude of each sum and count, to which differences are relative.
     scale: torch.Tensor
+    # The relative difference between the sum of the halves and the batch, and its standard error.
     relative: torch.Tensor
     standard_error: torch.Tensor
 
@@ -150,7 +161,7 @@ class Comparison:
 
     @property
     def is_random(self) -> bool:
-        """Tell whether the draws differ."""
+        """Tell whether the draws differ noticeably."""
         return bool(self.standard_error.max() > TOLERANCE / 100)
 
     @property
@@ -171,15 +182,16 @@ class Comparison:
 
     def advice(self, index: int) -> str:
         """Say what to do about a sum that does not add up."""
-        # Each sum is followed by its count.
+        # Each sum is followed by its count, so counts have odd indices.
         if index % 2 == 1:
             return NOT_A_SUM["count"]
-        # The weight of the first half in a mean over the batch.
-        counts = self.first[COUNT_OF_LOSS] + self.second[COUNT_OF_LOSS]
-        weight = float(self.first[COUNT_OF_LOSS] / counts)
+        # If compute_loss returns means, the value of the batch is the weighted mean of those of its
+        # halves. The weights are the counts, or the numbers of samples if the counts are wrong.
+        count = self.first[COUNT_OF_LOSS] + self.second[COUNT_OF_LOSS]
+        weight_of_first = float(self.first[COUNT_OF_LOSS] / count)
         if COUNT_OF_LOSS in self.wrong:
-            weight = first_part(self.samples) / self.samples
-        mean = weight * self.first + (1 - weight) * self.second
+            weight_of_first = first_part(self.samples) / self.samples
+        mean = weight_of_first * self.first + (1 - weight_of_first) * self.second
         is_mean = (mean - self.whole).abs() / self.scale <= self.limit
         return NOT_A_SUM["mean" if is_mean[index] else "batch"]
 
@@ -191,13 +203,15 @@ def first_part(samples: int) -> int:
 
 def compare(evaluation: Evaluation, samples: int) -> Comparison:
     """Compare the sums of a batch with those of its two halves."""
+    # The axes are draws, then the batch and its two halves, then names.
     sums = evaluation.sums.double().cpu()
+    # The bound avoids a division by 0.
     scale = sums.abs().amax((0, 1)).clamp(min=1e-12)
     draws = len(sums)
     whole_draws, first_draws, second_draws = sums.unbind(1)
-    residuals = (first_draws + second_draws - whole_draws) / scale
+    differences = (first_draws + second_draws - whole_draws) / scale
     if draws > 1:
-        standard_error = residuals.std(0) / math.sqrt(draws)
+        standard_error = differences.std(0) / math.sqrt(draws)
     else:
         standard_error = torch.zeros_like(scale)
     whole, first, second = sums.mean(0)
@@ -226,7 +240,7 @@ def whole_and_parts(samples: int) -> list[BatchSlice]:
 def warn_unless_sums_add_up(state: "State") -> None:
     """Warn if the sums of compute_loss do not add up, in a new run that splits its batches.
 
-    Collective: all ranks evaluate the same few samples. It does not change the run by a bit.
+    Collective: all ranks evaluate the same few samples. The results of the run stay the same.
     """
     world = state.world
     settings = state.config.train
@@ -234,13 +248,13 @@ def warn_unless_sums_add_up(state: "State") -> None:
     if state.step > 0 or not is_divided or is_declared():
         return
     samples = min(settings.micro_batch_size, settings.global_batch_size, MOST_SAMPLES)
-    # One sample has no halves. The global batch has two, since it is divided.
+    # One sample has no halves. The global batch has at least two samples, since it is divided.
     samples = max(samples, 2)
     with unchanged(state):
-        found = _find_difference(state, samples)
-    if found is None or world.rank > 0:
+        difference = _find_difference(state, samples)
+    if difference is None or world.rank > 0:
         return
-    comparison, index = found
+    comparison, index = difference
     log.warning(
         "compute_loss does not add up: %s. So training depends on the number of ranks and "
         "micro-batches: %s. If you intend that, write ADDS_UP = False into model.py",
@@ -264,6 +278,7 @@ def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | N
             return None
         if draws > 1 and not comparison.is_random:
             return comparison, wrong[0]
+    # The model is random, so only the means over all draws count.
     if comparison.is_too_random:
         return None
     return comparison, wrong[0]
@@ -277,6 +292,7 @@ def is_certain(comparison: Comparison, index: int) -> bool:
         return False
     if index <= COUNT_OF_LOSS:
         return True
+    # For metrics there are two exceptions: see TOLERANCE_OF_METRICS.
     if bool((values == values.round()).all()):
         return False
     return bool(comparison.relative[index] > TOLERANCE_OF_METRICS)
@@ -291,7 +307,7 @@ def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None
     slices = whole_and_parts(samples)
     batches: list[Any] = []
     if parallel.SHARDED:
-        # A forward is collective, so first all ranks must have the data.
+        # A forward of a sharded model is collective, so first all ranks must have read the data.
         try:
             batches = [*read_batches(state, slices, draws)]
         except Exception as error:
@@ -325,6 +341,7 @@ def _any_failed(problem: Exception | None, world: World) -> bool:
 @contextlib.contextmanager
 def unchanged(state: "State") -> Iterator[None]:
     """Restore modes, buffers and random states after the block, which runs in evaluation mode."""
+    # Each buffer, with the dictionary and the name under which its module holds it.
     buffers: list[tuple[dict[str, Any], str, Any]] = []
     copies: list[Any] = []
     for module in state.model.modules():
@@ -342,12 +359,12 @@ def unchanged(state: "State") -> Iterator[None]:
         np.random.set_state(numpy_numbers)
         with torch.no_grad():
             # A forward may also have replaced a buffer by another tensor.
-            for (of_module, name, buffer), kept in zip(buffers, copies, strict=True):
-                of_module[name] = buffer
+            for (holder, name, buffer), values in zip(buffers, copies, strict=True):
+                holder[name] = buffer
                 if buffer is not None:
-                    buffer.copy_(kept)
+                    buffer.copy_(values)
     if parallel.SHARDED:
-        # FSDP may still hold gathered weights; state_dict() reshards them.
+        # FSDP may still hold gathered weights. A hook of FSDP on state_dict() frees them.
         state.model.state_dict()
 
 

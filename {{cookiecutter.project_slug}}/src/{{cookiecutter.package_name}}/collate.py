@@ -50,7 +50,7 @@ def batch_of(samples: list[Any], ids: Sequence[int], dataset: Any) -> Any:
 
 
 def owner_of(method: str, dataset: Any) -> Any:
-    """Return the dataset with this method, looking inside torch's wrappers; None without one.
+    """Return the dataset with this method, looking inside torch's wrappers; None if none has it.
 
     Raises UserError if a wrapper combines several datasets that do not share this method.
     """
@@ -64,6 +64,7 @@ def owner_of(method: str, dataset: Any) -> Any:
     elif isinstance(dataset, StackDataset):
         stacked = dataset.datasets
         parts = list(stacked.values() if isinstance(stacked, dict) else stacked)
+    # A dataset that is not a wrapper has no parts, and so no owner.
     owners = [owner_of(method, part) for part in parts]
     if all(owner is None for owner in owners):
         return None
@@ -106,10 +107,12 @@ def collate(samples: list[Any], ids: Sequence[int]) -> Any:
     # `default_collate` raises errors of many types.
     except Exception as error:
         # In a loader worker it stacks into shared memory, which may be used up.
-        line = shortage(error)
-        if line:
-            raise UserError(line) from None
-        problem = odd_value(samples, ids, "") or str(error).strip().partition("\n")[0]
+        message = shortage(error)
+        if message:
+            raise UserError(message) from None
+        problem = odd_value(samples, ids, "")
+        if not problem:
+            problem = str(error).strip().partition("\n")[0]
         raise UserError(
             f"the samples of a batch cannot be stacked: {problem}. {WAYS_OUT}"
         ) from None
@@ -133,6 +136,7 @@ def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
             return f"{what} {sample_id} is {types}"
     if kind_of(first) not in KINDS:
         return f"{what} {ids[0]} is of type {type_name(first)}"
+    # NumPy's kinds are booleans, signed and unsigned integers, and floats.
     if isinstance(first, np.ndarray) and first.dtype.kind not in "biuf":
         return f"{what} {ids[0]} is an array of dtype {first.dtype}"
     if isinstance(first, torch.Tensor | np.ndarray):

@@ -40,6 +40,7 @@ class CompileConfig:
 def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
     """Keep only the input of each block; backward recomputes the rest (Chen et al., 2016)."""
     for block in blocks:
+        # `recompute = False` in a block's class excludes it.
         if getattr(block, "recompute", True):
             block.forward = recomputed_forward(block)
 
@@ -47,7 +48,8 @@ def checkpoint_activations(blocks: Iterable[nn.Module]) -> None:
 def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
     """Wrap a block's forward so that backward recomputes its activations."""
     forward = block.forward
-    # A forward may change the buffers of a checkpoint, such as batch statistics.
+    # A forward may change persistent buffers, such as batch statistics. Backward must recompute the
+    # forward with their earlier values, and must not change them a second time.
     buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
@@ -55,6 +57,7 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
         if buffer_names and not torch.compiler.is_compiling():
             before = {name: block.get_buffer(name).clone() for name in buffer_names}
 
+            # The contexts in which torch runs the forward and recomputes it.
             def contexts() -> tuple[Any, Any]:
                 return contextlib.nullcontext(), EarlierBuffers(block, before)
 
@@ -65,9 +68,9 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
 
 
 class EarlierBuffers:
-    """Context in which a block has the buffers of its first forward, to recompute that forward.
+    """Context in which a block has its buffers from before a forward, to recompute that forward.
 
-    What a forward changes here is dropped. Each backward through the block enters this once; with
+    Changes of buffers inside are dropped. Each backward through the block enters the context; with
     `retain_graph` there may be several.
     """
 
@@ -96,7 +99,8 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         return
     targets = [model] if mode == "full" else list(blocks)
     if targets:
-        # By default torch keeps metrics of the last 64 compilations only.
+        # By default torch keeps metrics of the last 64 compilations only; `compile_summary` counts
+        # all of them.
         torch._dynamo.utils.set_compilation_metrics_limit(4096)
         # DDP can split a compiled graph at its bucket boundaries. In a whole model that overlaps
         # communication with backward; blocks would only be split into pieces.
@@ -128,9 +132,9 @@ def as_function(call: Callable[..., Any]) -> Callable[..., Any]:
 class Compiling:
     """Callback for runs that compile: holds back stop signals and logs a summary at the end."""
 
-    # A stop signal goes to the whole process group. It would kill the compiler's subprocesses, and
-    # so fail the step. So the signal is blocked while the compiler works; subprocesses inherit the
-    # mask. The signal arrives once the compiler is done.
+    # A stop signal often goes to all processes of a job. It would kill the compiler's subprocesses,
+    # and so fail the step. So the signal is blocked while the compiler works; subprocesses inherit
+    # the mask. The signal arrives once the compiler is done.
     def __enter__(self) -> "Compiling":
         handler = torch._dynamo.callback_handler
         handler.register_start_callback(self._block)
@@ -142,6 +146,7 @@ class Compiling:
         handler.remove_start_callback(self._block)
         handler.remove_end_callback(self._unblock)
         if kind is None:
+            # Without a graph, --compile.mode had no effect.
             level = logging.INFO if graphs() else logging.WARNING
             log.log(level, "%s", compile_summary())
 

@@ -12,11 +12,11 @@ import tomllib
 from dataclasses import dataclass, field, is_dataclass, replace
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import torch
 
-from . import data as own
+from . import data as data_module
 from .checkpoint.checkpointer import CheckpointConfig
 from .checkpoint.paths import storage_path
 from .checkpoint.storage import on_disk
@@ -32,8 +32,10 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-# A setting, the other setting that it can be derived from, and the latter's value for "not given".
+# By setting: another setting that overrides it if given, and that one's value for "not given".
 FOLLOWS_FROM = {"train.steps": ("train.epochs", 0.0), "name": ("run_dir", None)}
+# By type of a setting: the types of JSON, TOML or preset values that it accepts. Every other type
+# accepts only values of its own.
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
@@ -81,6 +83,7 @@ class TrainConfig:
             least = 0
             if name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
                 least = 1
+            # This also refuses inf and nan.
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
 
@@ -98,12 +101,12 @@ class TrainConfig:
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """Which steps to trace. A window is `wait` steps, `warmup` steps, then `active` steps."""
+    """Which steps to trace. A window is `warmup` steps, then `active` steps."""
 
     every: int = 0
-    """Steps between traced windows in training (0: never); at least the length of a window."""
+    """Steps from one traced window in training to the next (0: never)."""
     wait: int = 2
-    """Steps to wait before the warm-up, neither recorded nor slowed down."""
+    """Steps before the window in the stage `profile`, neither recorded nor slowed down."""
     warmup: int = 2
     """Warm-up steps, not recorded (the profiler starts slowly)."""
     active: int = 3
@@ -127,6 +130,8 @@ class RunLocation:
     def directory(self) -> Path:
         """The run directory; raises UserError if the name contains a path."""
         plain = self.name == Path(self.name).name and self.name.isprintable()
+        # Path.name keeps these three. But "" would be runs itself, ".." its parent, and a folder
+        # named "~" is dangerous to remove.
         if not plain or self.name in ("", "..", "~"):
             raise UserError(f"--name {self.name!r} is not a plain name; give a path with --run-dir")
         directory = self.run_dir or Path("runs") / self.name
@@ -171,7 +176,7 @@ def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None 
     """
     if name and name not in PRESETS and name != "default":
         raise UserError(f"--preset {name}: unknown preset; choose from {', '.join(PRESETS)}")
-    # A preset named "default" in model.py applies to every run.
+    # If model.py has a preset named "default", it applies to every run.
     start = override(kind(), PRESETS.get("default", {}))
     if saved:
         start = override(start, of_this_release(saved), lenient=True)
@@ -183,21 +188,24 @@ def of_this_release(saved: dict[str, Any]) -> dict[str, Any]:
 
     A run without `optim.name` is older than Muon, so it trains with AdamW.
     """
+    # Only projects with Muon have this setting.
     if "optim.name" not in saved and hasattr(OptimConfig(), "name"):
         return {**saved, "optim.name": "adamw"}
     return saved
 
 
 def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
-    """Return the settings of `start` overridden by a TOML file, or those of a run's config.json.
+    """Load settings of type `kind` from a TOML file, or from a run: its folder or config.json.
 
-    Settings of that run only (its name, its store) are not taken from a config.json.
+    A TOML file changes the settings of `start`. A config.json sets all of them, so it ignores
+    `start`; settings of that run only (its name, its store) are left out.
     """
     if path.is_dir():
         path = path / "config.json"
     is_toml = path.suffix == ".toml"
     changes = read_toml(path) if is_toml else read_json(path)
-    # A run may be given the file of the workflow's stages, too: it ignores their settings.
+    # `train`, whose settings are a plain Config, accepts the TOML file of the workflow's stages,
+    # but ignores their settings.
     if is_toml and kind is Config:
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
@@ -207,29 +215,35 @@ def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
         # newer than the run and has its default.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         changes = of_this_release(dict(flatten(changes)))
-        return on_disk(override(kind(), changes, lenient=True))
+        loaded = override(kind(), changes, lenient=True)
+        # Another run must not save to the store of this one.
+        return on_disk(loaded)
+    # A deeply nested file causes a RecursionError.
     except (UserError, RecursionError) as error:
         raise UserError(f"{path}: {error}") from None
 
 
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the settings in a TOML file by dotted names; UserError if it cannot be read."""
-    return {n.replace("-", "_"): v for n, v in flatten(read_json(path, tomllib.loads))}
+    # A file may also spell a setting as the command line does: log-every.
+    return {n.replace("-", "_"): value for n, value in flatten(read_json(path, tomllib.loads))}
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:
     """Return the contents of spec.json; {} if the spec would not survive a round trip."""
     # A user's own class may raise anything.
     with contextlib.suppress(Exception):
-        if spec_from_json(values := to_json(spec)) == spec:
+        values = to_json(spec)
+        if spec_from_json(values) == spec:
             return values
     return {}
 
 
 def spec_from_json(values: dict[str, Any]) -> Any:
     """Return the spec of the data from JSON; raises any exception if it does not match Spec."""
-    types = get_type_hints(own.Spec)
-    return own.Spec(**{n: _checked(n, value, types[n]) for n, value in values.items()})
+    types = get_type_hints(data_module.Spec)
+    fields = {name: _checked(name, value, types[name]) for name, value in values.items()}
+    return data_module.Spec(**fields)
 
 
 def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
@@ -254,38 +268,47 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
 
 
 def outweighing(named: set[str]) -> dict[str, Any]:
-    """Return changes that turn off each setting that would override one that is `named`."""
+    """Return changes that turn off each setting that would override one that is `named`.
+
+    For example, train.steps turns off train.epochs, unless that is named, too.
+    """
     changes: dict[str, Any] = {}
-    for name, (source, off) in FOLLOWS_FROM.items():
-        if name in named and source not in named:
-            changes[source] = off
+    for name, (overriding, not_given) in FOLLOWS_FROM.items():
+        if name in named and overriding not in named:
+            changes[overriding] = not_given
     return changes
 
 
 def with_steps(config: Config, samples: int) -> Config:
-    """Convert --train.epochs over this many samples to --train.steps."""
+    """Replace --train.epochs with --train.steps, for a training set of this many samples."""
     steps = math.ceil(config.train.epochs * samples / config.train.global_batch_size)
     return override(config, {"train.steps": steps, "train.epochs": 0.0})
 
 
 def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
-    """Change one dataclass of the settings; names that it does not have go to `unknown`."""
-    # All changes are made together, since a dataclass may check its settings against each other.
+    """Change one dataclass of the settings; add the names that it does not have to `unknown`.
+
+    `prefix` is the dotted name of this dataclass, such as "train.".
+    """
+    # Group the changes by field: {"train.steps": 20, "train.seed": 1, "device": "cpu"} becomes
+    # {"train": {"steps": 20, "seed": 1}, "device": "cpu"}. All changes of a dataclass are made
+    # together, since it may check its settings against each other.
     by_field: dict[str, Any] = {}
     for name, value in changes.items():
         field_name, dot, rest = name.partition(".")
-        before = by_field.get(field_name, {})
-        if dot and isinstance(before, dict):
-            by_field[field_name] = {**before, rest: value}
+        section = by_field.get(field_name, {})
+        if dot and isinstance(section, dict):
+            by_field[field_name] = {**section, rest: value}
         else:
             by_field[field_name] = value
     types = get_type_hints(type(part))
     values: dict[str, Any] = {}
     for name, value in by_field.items():
         full_name = prefix + name
-        # checkpoint.every was "auto" in earlier releases.
-        was_auto = full_name == "checkpoint.every" and value == "auto"
-        if name not in types or was_auto:
+        # In earlier releases checkpoint.every could be "auto". Such a value counts as an unknown
+        # setting, so that an old run still resumes.
+        is_auto = full_name == "checkpoint.every" and value == "auto"
+        if name not in types or is_auto:
             unknown.update(flatten({full_name: value}))
         elif not is_dataclass(types[name]):
             values[name] = _checked(full_name, value, types[name])
@@ -298,12 +321,17 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
 
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """Convert a value from JSON or TOML to the type of a setting; UserError if it does not fit."""
-    kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    if _is_too_large(name, value):
+        raise UserError(f"{name} is {repr(value)[:60]}: it does not fit in 64 bits")
+    # `int | None` and Optional[int] have different origins.
+    kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
-        if _fits(value, kind) and not _is_too_large(name, value):
+        if _fits(value, kind):
             origin: Any = get_origin(kind) or kind
-            # JSON has no paths and no tuples.
-            return expand_home(origin(value)) if origin in (Path, tuple) else value
+            if origin in (Path, tuple):
+                # JSON and TOML have strings and lists in place of paths and tuples.
+                return expand_home(origin(value))
+            return value
     expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")
     raise UserError(f"{name} is {repr(value)[:60]}: expected {expected}")
 
@@ -314,13 +342,16 @@ def _fits(value: Any, kind: Any) -> bool:
     if origin is Literal:
         # Compare the type too, since True equals 1 in Python.
         return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
+    # isinstance(True, int) is true, but a setting that is a number does not accept a bool.
     if isinstance(value, bool) or origin is bool:
         return isinstance(value, bool) and origin is bool
     return isinstance(value, ACCEPTED.get(origin, origin))
 
 
 def _is_too_large(name: str, value: Any) -> bool:
-    """Tell whether a number exceeds 64 bits, which would overflow; a seed may."""
+    """Tell whether a number exceeds a signed 64-bit integer, so that it would overflow."""
+    # A seed may be larger, since it is hashed.
     if name == "train.seed" or not isinstance(value, int | float):
         return False
+    # inf does not overflow; the setting itself may refuse it.
     return 1 << 63 <= abs(value) < math.inf

@@ -18,7 +18,8 @@ from torch.utils import _pytree as pytree
 
 from .errors import UserError
 
-# Attribute that marks parameters without values until the files of --init-from are read.
+# Name of an attribute that marks parameters without values: they are read from the files of
+# --init-from later.
 READ_LATER = "read_later"
 
 
@@ -27,6 +28,7 @@ def pick_device(name: str) -> torch.device:
 
     Raises UserError if there is no such device.
     """
+    # "auto" takes the first kind that is available.
     available = {
         "cuda": torch.cuda.is_available(),
         # Several ranks cannot use MPS, since no backend has collectives for it.
@@ -63,10 +65,11 @@ def pick_gpu(device: torch.device) -> torch.device:
 def set_up_torch(deterministic: bool, compute_dtype: torch.dtype) -> None:
     """Set kernel precision and determinism."""
     # This is for matrix products that remain in float32. "high" allows TF32 on GPUs that have it;
-    # "medium" allows bfloat16, which autocast uses for all others.
+    # "medium" allows bfloat16, which autocast uses for all other products.
     precision = "high" if compute_dtype == torch.float32 else "medium"
     torch.set_float32_matmul_precision(precision)
     if deterministic:
+        # Without a workspace of fixed size, cuBLAS is not deterministic.
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
 
@@ -100,7 +103,8 @@ def move(batch: Any, device: torch.device) -> Any:
     if type(batch) is dict:
         return {key: move(value, device) for key, value in batch.items()}
     if isinstance(batch, dict | UserDict):
-        # A copy keeps other attributes, as of a defaultdict or transformers' BatchEncoding.
+        # Fill a copy, which keeps the other attributes of a defaultdict or of transformers'
+        # BatchEncoding.
         moved = copy.copy(batch)
         for key, value in batch.items():
             moved[key] = move(value, device)
@@ -121,12 +125,13 @@ def move(batch: Any, device: torch.device) -> Any:
         except TypeError:
             # The class takes other arguments. DataLoader's pinning also falls back to a dict.
             return moved
-    # These are deques, and classes that a library has registered as containers.
+    # Of torch's known containers, only deques and classes that a library has registered get here.
     if type(batch) in pytree.SUPPORTED_NODES:
         return pytree.tree_map(partial(move, device=device), batch)
     if is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in fields(batch):
+            # A field with init=False may not be set.
             if hasattr(batch, field.name):
                 value = move(getattr(batch, field.name), device)
                 # A frozen dataclass does not allow plain assignment.
@@ -161,6 +166,8 @@ def set_random_states(states: tuple[Any, Any, Any]) -> None:
 
 def meta_tensors() -> list[torch.Tensor]:
     """Return all tensors on `meta` that Python's garbage collector tracks in this process."""
+    # Remove tensors that only reference cycles keep alive.
     gc.collect()
+    # isinstance would also read `__class__`, which can fail for a proxy whose object is gone.
     tensors = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
     return [tensor for tensor in tensors if tensor.is_meta]

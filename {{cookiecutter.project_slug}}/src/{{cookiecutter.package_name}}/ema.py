@@ -17,9 +17,9 @@ EMA = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer) -> None:
-    """Update the averages after each optimizer step, with the ema_decay of the groups."""
+    """Update the averages after each optimizer step, with the ema_decay of each group."""
     for group in optimizer.param_groups:
-        # The schedule sets the decay before each step.
+        # A placeholder: the schedule sets the decay before each step.
         group["ema_decay"] = 0.0
     optimizer.register_step_post_hook(_update_averages)
 
@@ -32,16 +32,17 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if not trained:
             continue
         for p in trained:
-            # The average begins with the weights after the first step. In half precision, the small
-            # changes of an average would be rounded away.
+            # The average begins with the weights after the first step.
             if EMA not in optimizer.state[p]:
+                # In half precision, small changes of an average would be rounded away.
                 dtype = torch.promote_types(p.dtype, torch.float32)
                 optimizer.state[p][EMA] = p.detach().to(dtype, copy=True)
         weights = [parallel.local_part(p) for p in trained]
         averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]
         fraction = 1 - group["ema_decay"]
-        # A bad step must not change the averages. The flag stays on the device: reading it would
-        # make the host wait.
+        # This hook also runs after a bad step that a fused optimizer has skipped on the device
+        # (run/bad_steps.py). Such a step must not change the averages either. Its flag stays on
+        # the device, since reading it would make the host wait.
         is_bad = getattr(optimizer, "found_inf", None)
         if is_bad is not None:
             fraction = fraction * (1 - is_bad)
@@ -54,11 +55,12 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """Replace the model's weights by their averages inside the `with` block.
 
-    Weights without an average and buffers (batch statistics) stay as they are.
+    Buffers (batch statistics) stay as they are, and so do weights that have no average.
     """
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # Weights in half precision, by their index in `pairs`. Their averages keep all digits.
-    kept: dict[int, torch.Tensor] = {}
+    # Copies of weights in half precision, by their index in `pairs`. Swapping these weights with
+    # their float32 averages would round the averages.
+    copies: dict[int, torch.Tensor] = {}
     for p, state in optimizer.state.items():
         if EMA in state:
             pairs.append((parallel.local_part(p).detach(), parallel.local_part(state[EMA])))
@@ -70,14 +72,14 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
             # A swap needs no memory for a second copy of all weights.
             average.copy_(old_weight)
         else:
-            kept[i] = old_weight
+            copies[i] = old_weight
     try:
         yield
     finally:
         free_gathered(model)
         for i, (weight, average) in enumerate(pairs):
-            if i in kept:
-                weight.copy_(kept[i])
+            if i in copies:
+                weight.copy_(copies[i])
             else:
                 averaged = weight.clone()
                 weight.copy_(average)
@@ -89,4 +91,5 @@ def free_gathered(model: nn.Module) -> None:
 
     The next forward would use them instead of weights that have changed since.
     """
+    # Its result is not needed: a hook of FSDP, which runs before it, frees the gathered weights.
     model.state_dict()

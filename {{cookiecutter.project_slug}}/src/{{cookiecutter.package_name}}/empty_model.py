@@ -35,7 +35,7 @@ def build_without_values(
     problem = ""
     model: Any = None
     try:
-        # Not for a run or a checkpoint: it may lack weights, and must be verified first.
+        # Runs and checkpoints are left out: they may lack weights, and must be verified first.
         if is_plain_weights(path):
             model = build_on_meta(make, OneFile(path).forms, new)
     # The user's code may raise anything.
@@ -45,8 +45,10 @@ def build_without_values(
     if Group(world).any(model is None):
         if problem:
             log.info("the model is initialized before %s is read: %s", path, problem)
+        # The failed attempt may have drawn random numbers.
         set_random_states(states)
         return parallel.build(make, world)
+    # With FSDP, `parallel.wrap` allocates the parameters and keeps only this rank's shards.
     if not (parallel.SHARDED and world.distributed):
         allocate(model, world.device)
     return model
@@ -67,11 +69,12 @@ def build_on_meta(
             shapes.add(tensor.transpose(-1, -2).shape)
 
     def drop_value(module: nn.Module, name: str, parameter: Any) -> None:
-        """Move a parameter to `meta` when a module registers it, in the same Python object."""
-        plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
-        if plain and not parameter.is_meta and parameter.shape in shapes:
+        """Move a parameter to `meta` when a module registers it; it stays the same object."""
+        is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
+        if is_plain and not parameter.is_meta and parameter.shape in shapes:
             move(parameter, torch.device("meta"))
 
+    # Tensors that may be on `meta`: those from before, and later the parameters without values.
     known = {id(tensor) for tensor in meta_tensors()}
     hook = register_module_parameter_registration_hook(drop_value)
     try:
@@ -80,21 +83,24 @@ def build_on_meta(
     finally:
         hook.remove()
 
+    # A model that can load transformers' files has this method, which renames their tensors.
     if hasattr(model, "from_transformers"):
         rename: Any = model.from_transformers
         stored = rename(stored)
-    names = weight_names(stored, [*model.state_dict()])
-    given: set[nn.Parameter] = set()
+    stored_names = weight_names(stored, [*model.state_dict()])
+    # Parameters whose values are read later. A tied one may be stored under any of its names.
+    to_read: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        is_there = name in names and stored[names[name]].shape == parameter.shape
-        if is_there and not is_named(name, new):
-            given.add(parameter)
+        is_stored = name in stored_names and stored[stored_names[name]].shape == parameter.shape
+        if is_stored and not is_named(name, new):
+            to_read.add(parameter)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            if parameter not in given:
+            if parameter not in to_read:
                 raise ValueError(f"{name} has the shape of a tensor in the files, but not its name")
             vars(parameter)[READ_LATER] = True
             known.add(id(parameter))
+    # Any other tensor on `meta` was computed from such a parameter, and has no values.
     if any(id(tensor) not in known for tensor in meta_tensors()):
         raise ValueError("build_model computes something from its parameters")
     return model
@@ -110,8 +116,10 @@ class KeepValues(TorchFunctionMode):
         self, function: Any, types: Any, arguments: Any = (), named: Any = None
     ) -> Any:
         result = function(*arguments, **(named or {}))
-        if function is torch.Tensor.to and result.is_meta and not arguments[0].is_meta:
-            return arguments[0].to(result.dtype)
+        if function is torch.Tensor.to:
+            tensor = arguments[0]
+            if result.is_meta and not tensor.is_meta:
+                return tensor.to(result.dtype)
         return result
 
 
@@ -125,11 +133,12 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter without its values; all references to it then see the moved one."""
     moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
+    # The swap exchanges the attributes, too.
     vars(moved).update(vars(parameter))
     hooks = parameter._backward_hooks
     late_hooks = parameter._post_accumulate_grad_hooks
     swap_tensors(parameter, moved)
-    # The swapped tensor does not know the hooks until they are set again.
+    # After the swap, autograd does not know the hooks until they are set again.
     if hooks:
         parameter._backward_hooks = hooks
     if late_hooks:

@@ -19,10 +19,11 @@ FAILED_AT_START = 70
 # Errors that a restart may avoid: of files, memory, the network or a GPU. They are listed by name,
 # since torch's classes exist only once torch is imported.
 PASSING = {"OSError", "MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError"}
+# A RankError may report such an error of another rank.
 PASSING |= {"RankError"}
-# Packages whose errors are of the network.
+# Packages that raise network errors.
 NETWORK_PACKAGES = {"aiohttp", "botocore", "httpcore", "httpx", "urllib3"}
-# Words by which to recognize such errors that torch raises as plain RuntimeErrors.
+# Words in the messages of errors that a restart may avoid, but that are plain RuntimeErrors.
 PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error", "cuDNN error")
 # Whether this process has completed a step.
 stepped = threading.Event()
@@ -56,11 +57,13 @@ def command_for(name: str, run_dir: Path) -> str:
 def run_main(command: Callable[[], int]) -> int:
     """Run a command; return exit code 0 on success, 1 when something failed, 2 for bad input.
 
-    Under torchrun this ends the process.
+    After Ctrl-C the code is 130. Under torchrun the process ends here, and its code may also be
+    FAILED_AT_START.
     """
     try:
         code = command()
     except KeyboardInterrupt:
+        # As in shells: 128 + the number of SIGINT.
         code = 130
     except SystemExit as stop:
         # Raised for wrong options, by a stage that was stopped, or by the project's own code.
@@ -68,7 +71,7 @@ def run_main(command: Callable[[], int]) -> int:
         if isinstance(stop.code, int):
             code = stop.code
         elif stop.code is not None:
-            # Python prints such a text, and exits with code 1.
+            # Python itself would print such a text, and exit with code 1.
             _report(str(stop.code))
             code = 1
             if "RANK" in os.environ and not stepped.is_set():
@@ -77,7 +80,7 @@ def run_main(command: Callable[[], int]) -> int:
         line = _in_one_line(error)
         reader_is_gone = isinstance(error, BrokenPipeError) and _stdout_is_closed()
         if not line and not reader_is_gone and "RANK" not in os.environ:
-            # Python prints the traceback, or a debugger stops here.
+            # Let Python print the traceback, or a debugger stop here.
             raise
         code = 1
         if isinstance(error, UserError):
@@ -85,7 +88,7 @@ def run_main(command: Callable[[], int]) -> int:
         elif "RANK" in os.environ and _would_repeat(error):
             code = FAILED_AT_START
         if reader_is_gone:
-            # As after `--help | head`. Python flushes stdout again at exit.
+            # As after `--help | head`. Python flushes stdout again at exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         else:
             _report(line or traceback.format_exc().rstrip())
@@ -98,7 +101,8 @@ def run_main(command: Callable[[], int]) -> int:
     # Without this, Python would scan all of torch for garbage at exit, which takes a second.
     atexit.register(gc.freeze)
     for number in STOP_SIGNALS:
-        # Stop signals often come twice, and Python removes its own handlers as it exits.
+        # Stop signals often come twice, and Python removes its own handlers as it exits: the second
+        # one would kill this process. Ctrl-C can still end a process that hangs as it exits.
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
     return code
@@ -113,6 +117,7 @@ def _would_repeat(error: Exception) -> bool:
     """Tell whether a restart would fail in the same way: an error in code before the first step."""
     if stepped.is_set():
         return False
+    # The bases of its class count, too: a FileNotFoundError is an OSError.
     for kind in type(error).__mro__:
         package = kind.__module__.partition(".")[0]
         if kind.__name__ in PASSING or package in NETWORK_PACKAGES:
@@ -124,7 +129,7 @@ def _would_repeat(error: Exception) -> bool:
 def _stdout_is_closed() -> bool:
     """Tell whether nobody reads this process's stdout any more."""
     poll = select.poll()
-    # Without flags, it reports only errors and closed ends.
+    # With an empty mask of events, poll reports only errors and closed ends of descriptor 1.
     poll.register(1, 0)
     return bool(poll.poll(0))
 
@@ -133,8 +138,8 @@ def _report(text: str) -> None:
     """Print an error to stderr, on the first rank of a machine before the others."""
     rank = ""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Most errors occur on all ranks. The first one reports it, and meanwhile the launcher ends
-        # this one.
+        # Most errors occur on all ranks. While this rank waits, the first one reports the error and
+        # exits; torchrun then stops this one.
         time.sleep(1.0)
         rank = f"[rank {os.environ['RANK']}] "
     print(rank + printable(text), file=sys.stderr)
@@ -145,11 +150,13 @@ def _in_one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, UserError | RankError):
         return f"error: {text}"
+    # Such a message names the file, so it needs no traceback.
     if isinstance(error, OSError) and error.filename:
         return f"error: {text}"
+    # gloo's message is "Connection closed by peer" or "Connection reset by peer".
     if "RANK" in os.environ and "gloo" in text and "by peer" in text:
         return "error: lost the connection to another rank: see the first error of any rank"
-    # By name, since torch may not be imported.
+    # Compare the name of the class, since torch may not be imported.
     if type(error).__name__ == "OutOfMemoryError":
         ways = "--train.activation-checkpointing or a smaller --train.micro-batch-size"
         if (Path(__file__).parent / "workflow/fit.py").exists():
@@ -160,4 +167,5 @@ def _in_one_line(error: Exception) -> str:
 
 def printable(text: str) -> str:
     """Escape control characters: text from a file must not send commands to a terminal."""
+    # ascii() returns the escaped character between quotes.
     return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)

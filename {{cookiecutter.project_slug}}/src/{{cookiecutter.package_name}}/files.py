@@ -20,6 +20,7 @@ log = logging.getLogger(__name__)
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
 # Environment variable: with 1, the user states that no other job writes to the same path.
 WITHOUT_LOCKS = "WITHOUT_LOCKS"
+# How much `fingerprint_files` reads: at most this many probes, each of this many bytes.
 PROBES = 256
 PROBE_BYTES = 4096
 # Whether the warning that folders cannot be synced was logged.
@@ -28,13 +29,14 @@ warned_of_sync = False
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Add the file name to an OSError: those of a read, write or sync do not have it."""
+    """Add `path` to an OSError in the block: failed reads, writes and syncs do not name a file."""
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
         if not isinstance(error, OSError | UserError):
-            # torch.save hides the error of its file behind its own.
+            # torch.save raises its own error while it handles that of the file. (A UserError may
+            # follow an OSError, too, but already says what to do.)
             cause = error.__context__
         if not isinstance(cause, OSError) or not cause.errno:
             raise
@@ -50,6 +52,7 @@ def expand_home(value: Any) -> Any:
     """
     if isinstance(value, Path):
         expanded = Path(os.path.expanduser(value))
+        # If the home directory is unknown, expanduser keeps the "~".
         if expanded.parts[:1] == ("~",):
             raise UserError(f"{value}: the home directory is unknown; give the path without ~")
         return expanded
@@ -153,6 +156,8 @@ def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(name).st_mode):
                 raise UserError(f"{name} is a link or not a regular file: remove it")
+        # If the file is replaced after this check, the flags refuse a link and do not wait for the
+        # reader of a pipe.
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     if "b" not in mode:
@@ -164,7 +169,7 @@ def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a temporary path that atomically replaces `path` at the end; does not follow links."""
     temporary = path.with_name(f".{path.name}")
-    # A killed process may have left it, or somebody a link of that name.
+    # A killed process may have left this file, or somebody may have put a link there.
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -178,6 +183,7 @@ def replacing(path: Path) -> Iterator[Path]:
 def replace_file(path: Path, content: str | bytes) -> None:
     """Write and sync a small file atomically: a reader sees the old content or the new one."""
     if isinstance(content, str):
+        # Lone surrogates, as in file names that are not UTF-8, become "?".
         content = content.encode(errors="replace")
     with replacing(path) as temporary, naming(path), open_to_write(temporary, "wb") as file:
         file.write(content)
@@ -265,6 +271,7 @@ def fingerprint(*parts: Any) -> str:
             content: bytes | memoryview = repr(part).encode()
         else:
             content = memoryview(part).cast("B")
+        # With the lengths, the parts ("ab", "c") differ from ("a", "bc").
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()[:16]
@@ -274,23 +281,28 @@ def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> 
     """Return a fingerprint of files: of their names below `root`, sizes and probes of content.
 
     The probes are spread evenly and read at most a megabyte, whatever the size of the data. A
-    change that keeps all sizes and falls between the probes is not noticed.
+    change that keeps all sizes and falls between the probes is not noticed. The fingerprint also
+    depends on the values `stated`, such as settings that determine how the files are read.
     """
     listing = []
     sizes = []
     for file in files:
         size = file.stat().st_size
         sizes.append(size)
-        # Python decodes a name by the locale, but its bytes are the same in all of them.
+        # Python decodes a name by the locale, but its bytes are the same in all locales.
         name = os.fsencode(file.relative_to(root).as_posix())
         listing.append(f"{name.decode('utf-8', 'surrogateescape')} {size}")
     # At most PROBES in total: several per file if there are few files, else one in every n-th file.
+    # The division rounds up.
     every = max(1, -(-len(files) // PROBES))
     in_each = max(1, PROBES // max(1, len(files)))
+    files_and_sizes = list(zip(files, sizes, strict=True))
     probes = []
-    for file, size in list(zip(files, sizes, strict=True))[::every]:
+    for file, size in files_and_sizes[::every]:
+        # The probes of a file begin at equal distances, from its first byte to this one.
+        last_start = max(0, size - PROBE_BYTES)
         with open(file, "rb", buffering=0) as opened:
             for probe in range(in_each):
-                opened.seek(max(0, size - PROBE_BYTES) * probe // max(1, in_each - 1))
+                opened.seek(last_start * probe // max(1, in_each - 1))
                 probes.append(opened.read(PROBE_BYTES))
     return fingerprint("\n".join(listing), b"".join(probes), *stated)

@@ -20,6 +20,7 @@ def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
     numbers of samples. Gradients flow back to the features of every rank. The host waits once for
     the device. Since such a loss needs its whole batch at once, a run refuses to use micro-batches.
     """
+    # The run reads this after the first call of compute_loss (`check_whole_batch` in loss.py).
     Gathered.used = True
     if not dist.is_initialized():
         return features, 0
@@ -28,8 +29,10 @@ def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
     # A rank without samples is padded with the batch's first sample: do not gather it twice.
     own = features[:0] if Gathered.is_padding else features
     sizes[rank] = len(own)
+    # Each rank has set only its own entry, so the sum has the entries of all ranks.
     dist.all_reduce(sizes)
     counts: list[int] = sizes.tolist()
+    # The sample of a padded rank is the first of the result, from the rank that really has it.
     first = 0 if Gathered.is_padding else sum(counts[:rank])
     return _Gather.apply(own, counts), first
 
@@ -46,12 +49,13 @@ class _Gather(torch.autograd.Function):
         padded[: len(features)] = features
         gathered = [torch.empty_like(padded) for _ in counts]
         dist.all_gather(gathered, padded)
-        return torch.cat([each[:count] for each, count in zip(gathered, counts, strict=True)])
+        without_padding = [each[:count] for each, count in zip(gathered, counts, strict=True)]
+        return torch.cat(without_padding)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         """Return the gradient of this rank's features, summed over all ranks."""
-        # Sum in float32, since many ranks add to it.
+        # Sum in float32: in half precision, a sum over many ranks would be rounded too much.
         total = gradient.float().contiguous()
         dist.all_reduce(total)
         rank = dist.get_rank()

@@ -27,14 +27,16 @@ class LossSum(NamedTuple):
 
 
 class Gathered:
-    """What a run knows of a loss that compares samples of all ranks (gather.py)."""
+    """Flags of this process for a loss that compares samples of all ranks (gather.py)."""
 
-    # Whether compute_loss is such a loss.
+    # Whether compute_loss has called `gather_with_gradients`.
     used = False
-    # Whether this rank has no samples left, and repeats the first one of the batch at weight 0.
+    # Whether this rank has no samples left in this forward, and repeats the first one of the batch
+    # at weight 0.
     is_padding = False
 
 
+# Parts of error messages.
 RETURNED = "what compute_loss (model.py) returns"
 SUM_OF_LOSSES = "the sum of the losses of the batch"
 COUNTED = "how many losses the total adds up (tokens, images)"
@@ -66,7 +68,7 @@ def check_whole_batch(micro_batches: int, validate_batch_size: int) -> None:
 def check_loss(loss: Any, is_trained: bool = True) -> None:
     """Check all that compute_loss returned (UserError), without waiting for the device.
 
-    `is_trained` is False where no gradient is wanted.
+    `is_trained` is False if the loss was computed without gradients.
     """
     require_type(loss, LossSum, RETURNED)
     if not isinstance(loss.total, torch.Tensor):
@@ -108,7 +110,7 @@ def check_loss(loss: Any, is_trained: bool = True) -> None:
 
 
 def check_number(value: object, what: str, device: torch.device) -> None:
-    """Check that a value is a real number, or a tensor of one that `device` has (UserError)."""
+    """Check that a value is a real number, or a tensor of one number on `device` (UserError)."""
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Real):
             wanted = "a number or a tensor of one number"
@@ -135,12 +137,14 @@ def check_count(count: float) -> None:
 def check_counted(sums: torch.Tensor) -> None:
     """UserError if a whole batch has a loss but counts nothing; `sums` is its loss vector.
 
-    Only on a CPU: for a GPU the host would wait. There such a step is skipped as a bad one.
+    It checks only on a CPU, since reading sums on a GPU would make the host wait. On a GPU such a
+    step is skipped as a bad one.
     """
     if sums.device.type != "cpu":
         return
     total, count, *_ = sums.tolist()
-    # A batch without anything to predict has a loss of 0. A NaN is the matter of `judge_step`.
+    # A batch without anything to predict has a count and a loss of 0, which is no mistake. A NaN is
+    # not above 0, and is left to `judge_step`.
     if count == 0 and abs(total) > 0:
         raise UserError(f"{RETURNED}: the count of a whole batch is 0: wanted {COUNTED}")
 
@@ -192,7 +196,10 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:
-    """Stack sum and count of the loss, then of each metric: float32, detached, on its device."""
+    """Stack the sum and count of the loss, then those of each metric.
+
+    The vector is float32, detached, and on the device of the loss.
+    """
     total = loss.total.detach().float()
     values = [total, loss.count]
     for metric in loss.metrics.values():
@@ -215,16 +222,18 @@ def judge_step(
 ) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]:
     """Return the factor for the gradients, their norm before clipping, and whether the step is bad.
 
-    The gradients are of summed losses, averaged over the ranks; `sums` holds the total and the
-    count over all ranks. A step is bad when its loss or gradient is not finite.
+    The gradients, whose norm is `norm`, are those of summed losses, averaged over the ranks. `sums`
+    holds the total and the count over all ranks. A step is bad when its loss or gradient is not
+    finite.
     """
-    # On a GPU the results stay scalar tensors, since reading one would make the host wait for the
+    # On a GPU the values stay scalar tensors, since reading one would make the host wait for the
     # step. On a CPU there is nothing to wait for, and an operation on a scalar tensor takes ten
-    # times as long as one on a number.
+    # times as long as one on a number. `size` is the norm in either form.
     if sums.device.type == "cpu":
         total, count, *_ = sums.tolist()
         size = norm.item()
-        # Without a sample the step is bad, as it is on a GPU, where 1 / 0 is not an error.
+        # A step without a sample is bad. On a GPU dividing by 0 gives inf, which the check below
+        # finds. In Python it is an error, so divide by nan instead.
         if not count:
             count = math.nan
     else:
@@ -233,9 +242,11 @@ def judge_step(
     scale = ranks / count
     size = size * scale
     # The sum is finite only if both the loss and the gradient are. Then the difference is 0;
-    # otherwise it is nan, since inf - inf and nan - nan are nan.
+    # otherwise it is nan, since inf - inf and nan - nan are nan. Unlike `isfinite`, this works for
+    # numbers and for tensors.
     judged = size + total
     bad = (judged - judged) != 0
+    # Clip like torch.nn.utils.clip_grad_norm_.
     if clip:
         factor = clip / (size + 1e-6)
         if isinstance(factor, torch.Tensor):
@@ -247,14 +258,15 @@ def judge_step(
 
 
 def means(sums: list[float], names: Iterable[str]) -> dict[str, float]:
-    """Compute the mean loss and metrics from a sum of loss vectors, read from the device.
+    """Compute the mean loss and metrics from a sum of loss vectors that was read from the device.
 
-    UserError if the count of the loss is negative, which `check_loss` has not read from a GPU.
+    UserError if the count of the loss is negative: `check_loss` does not read counts on a GPU.
     """
     count_of_loss = sums[1]
     if count_of_loss < 0:
         check_count(count_of_loss)
     result: dict[str, float] = {}
+    # In a loss vector each sum is followed by its count.
     for name, total, count in zip(("loss", *names), sums[::2], sums[1::2], strict=True):
         result[name] = total / count if count else math.nan
     return result

@@ -36,6 +36,7 @@ def stream_key(*words: int) -> int:
 
 def random_words(key: int, indices: np.ndarray) -> np.ndarray:
     """Compute SplitMix64's random 64-bit words of a key at these indices (uint64)."""
+    # Arithmetic of uint64 wraps around at 2^64, as SplitMix64 requires.
     return mix(indices * np.uint64(GOLDEN) + np.uint64(key))
 
 
@@ -55,7 +56,9 @@ class Permutation:
             words = random_words(key, np.arange(size, dtype=np.uint64))
             self.table = np.argsort(words, kind="stable")
             return
+        # One key for each round.
         self.keys = random_words(key, np.arange(ROUNDS, dtype=np.uint64))
+        # The number of bits in each half of a value, rounded up.
         half = ((size - 1).bit_length() + 1) // 2
         self.half = np.uint64(half)
         self.mask = np.uint64((1 << half) - 1)

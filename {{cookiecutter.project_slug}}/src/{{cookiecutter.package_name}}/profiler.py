@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .train import State
 
 log = logging.getLogger(__name__)
-# Otherwise Kineto prints a line whenever it starts and stops.
+# By default, Kineto prints a line whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
 # These warnings do not apply: each window is written when it ends, and the user sets the warm-up.
 warnings.filterwarnings("ignore", ".*Profiler (clears events|won't be using warmup)")
@@ -35,9 +35,11 @@ class Profiler:
         self.world = state.world
         self.step = state.step
         self.written: list[Path] = []
+        # The number of steps in a window, and from the end of one window to the end of the next.
         self.window = config.warmup + config.active
         self.period = max(config.every, self.window)
-        # A run that is resumed inside a window waits for the next whole one.
+        # Windows begin from step `first` on. A run that is resumed inside a window waits for the
+        # next whole one.
         position = state.step % self.period
         self.first = state.step
         if position > self.period - self.window:
@@ -68,11 +70,12 @@ class Profiler:
     def after_step(self, state: "State", record: dict[str, Any] | None = None) -> None:
         """Advance the profiler within a window; between windows it is left alone."""
         self.step = state.step
-        # How many steps of its period follow the next step.
+        # The number of steps that follow the next step in its period: 0 if it is the last one.
         steps_after_next = self.period - 1 - self.step % self.period
         records_from_next = steps_after_next == self.config.active - 1
         window_ended = steps_after_next == self.period - 1
-        # Synchronize only here, so that a trace has exactly the kernels of its own steps.
+        # Synchronize only where recording begins or ends: then a trace has exactly the kernels of
+        # its own steps.
         if records_from_next or window_ended:
             synchronize(self.world.device)
         if steps_after_next < self.window or window_ended:
@@ -82,7 +85,8 @@ class Profiler:
         """Return the profiler's action for the next step of the run."""
         if self.step < self.first:
             return ProfilerAction.NONE
-        # The profiler's own count starts at 0 in each process and lacks steps between windows.
+        # Ignore the profiler's own count, which starts at 0 in each process and lacks the steps
+        # between windows.
         return self.action(self.step)
 
     def _write(self, finished: profile) -> None:

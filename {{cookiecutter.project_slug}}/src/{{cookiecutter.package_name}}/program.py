@@ -23,7 +23,8 @@ from .sampling import fetch
 
 # Optional arguments with these names are targets for the loss; the program does not take them.
 TARGETS = ("target", "targets", "label", "labels")
-# The number of samples on which a program for one sample is compared with the model.
+# A program for one sample is made with validation sample 0, and compared with the model on the
+# samples from 1 to SINGLE_CHECKS - 1.
 SINGLE_CHECKS = 9
 
 
@@ -48,10 +49,10 @@ class Call:
 def export_program(run_dir: Path, options: ExportConfig) -> str:
     """Write a run's model to FILE.pt2 and return a summary line.
 
-    Before it is written, the program is compared with the model on a batch of the training's size.
-    Raises UserError, with the line in the model, if torch.export fails or the results differ. The
-    number of a program's inputs is fixed: if a model takes a list with one tensor per sample, its
-    program takes one sample.
+    The program is made with two samples. Before it is written, it is compared with the model on one
+    sample and on --train.micro-batch-size samples. Raises UserError if torch.export fails (with the
+    line in the model) or the results differ. The number of a program's inputs is fixed: if a model
+    takes a list with one tensor per sample, its program takes one sample.
     """
     target = options.to
     if target.exists():
@@ -60,20 +61,21 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
     trained, _, config = load_trained(source, "cpu", options.step, options.weights, options.base)
     _, validation, _ = build_datasets(config)
 
-    def call_with(samples: Sequence[int]) -> Call:
-        batch = fetch(validation, np.array(samples, dtype=np.int64))
+    def call_with(ids: Sequence[int]) -> Call:
+        batch = fetch(validation, np.array(ids, dtype=np.int64))
         return find_call(trained, lambda: model.compute_loss(trained, batch))
 
     one = call_with([0])
-    # A batch of two samples, since torch.export treats a size of one as fixed.
+    # The program is made with two samples, since torch.export treats a size of one as fixed.
     two = call_with([0, 0])
+    # The structures differ if the model takes a list with one tensor per sample.
     if one.structure() == two.structure():
         program = make_program(target, trained, two)
-        checks = {1, config.train.micro_batch_size} - {2}
-        for samples in sorted(checks):
+        batch_sizes = {1, config.train.micro_batch_size} - {2}
+        for size in sorted(batch_sizes):
             # Repeats one sample, since a dataset may be smaller than the batch.
-            call = call_with([0] * samples)
-            reason = f"the program was made with 2 samples and is wrong for {samples}"
+            call = call_with([0] * size)
+            reason = f"the program was made with 2 samples and is wrong for {size}"
             check_program(target, program, trained, call, reason)
         inputs = ", ".join(describe_inputs(program))
     else:
@@ -109,7 +111,8 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
     """Split the arguments of a call into inputs and settings, without optional targets."""
     parameters = inspect.signature(trained.forward).parameters
     required = {name for name, each in parameters.items() if each.default is each.empty}
-    # A wrapper with **kwargs, such as that of peft, does not name the arguments of its model.
+    # A name that the signature lacks counts as optional: a wrapper with **kwargs, such as that of
+    # peft, does not name the arguments of its model.
     targets = set(TARGETS) - required
     positional: list[Any] = []
     inputs: dict[str, Any] = {}
@@ -125,7 +128,9 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
             continue
         if not has_tensors(value):
             fixed[name] = value
-        elif position < len(arguments) and not fixed:
+        # Settings are passed by name, and targets not at all. The arguments after one have lost
+        # their positions.
+        elif position < len(arguments) and position == len(positional):
             positional.append(copied(value))
         else:
             inputs[name] = copied(value)
@@ -207,14 +212,15 @@ def as_plain_output(_: nn.Module, arguments: Any, output: Any) -> Any:
 
 
 def place_in_model(error: Exception) -> str:
-    """Return " (model.py, line 7: code)" for the innermost line of an error outside torch."""
-    ours = ""
+    """Return " (model.py, line 7: code)" for the innermost line of this package in a traceback."""
+    place = ""
     here = Path(__file__)
     for frame in traceback.extract_tb(error.__traceback__):
         file = Path(frame.filename)
         if file.is_relative_to(here.parent) and file != here:
-            ours = f" ({file.name}, line {frame.lineno}: {frame.line})"
-    return ours
+            # The innermost frame comes last, so the last match stays.
+            place = f" ({file.name}, line {frame.lineno}: {frame.line})"
+    return place
 
 
 def check_program(
@@ -228,12 +234,13 @@ def check_program(
         if expected is None:
             expected = output
         try:
-            found = program.module()(*call.arguments, **call.by_name)
-            torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-4)
+            actual = program.module()(*call.arguments, **call.by_name)
+            torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-4)
         except AssertionError as error:
             problem = str(error).strip().partition("\n")[0]
         except Exception as error:
-            problem = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+            first_line = str(error).strip().partition("\n")[0]
+            problem = f"{type(error).__name__}: {first_line}"
     if problem:
         raise UserError(
             f"{target}: {reason} ({problem}): "

@@ -27,8 +27,8 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
     config = state.config
     settings = to_json(config)
     identity = identity_of_run(state)
-    # Ranks divide the validation data, too. Its size is not a part of the identity, since a resume
-    # may change it.
+    # The ranks also divide the validation data, so its size must be the same on all of them. It is
+    # not a part of the identity, since a resume may change it.
     require_same_identity({**identity, "validation_samples": len(state.validation)}, group)
     # Only rank 0 writes a manifest.
     source = code_version() if group.is_first else {}
@@ -46,15 +46,17 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
         state.model,
         state.optimizer,
         facts,
-        state.loader.position,
+        facts_now=state.loader.position,
     )
     state.checkpointer = checkpointer
     state.step = checkpointer.restore(config.reset_optimizer, config.init_from)
     is_new = state.step == 0
     if is_new and config.init_from:
-        log.info("weights: %s", load_first_weights(state, group))
+        summary = load_first_weights(state, group)
+        log.info("weights: %s", summary)
     if config.checkpoint.frozen == "no":
         leave_out_base(state, checkpointer)
+    # Ranks that hold the same tensors must have read the same bits.
     if not is_new or config.init_from:
         parallel.compare_loaded(checkpointer.tensors().values(), state.world)
     state.loader.resume(state.step, checkpointer.restored, group)
@@ -67,8 +69,15 @@ def load_first_weights(state: "State", group: Group) -> str:
 
     config = state.config
     assert config.init_from, "the caller has looked"
-    strict, new = config.init_strict, config.init_new
-    return load_weights(config.init_from, state.model, None, group, strict, new=new)
+    return load_weights(
+        config.init_from,
+        state.model,
+        # If the path is a run, take its newest checkpoint.
+        step=None,
+        group=group,
+        strict=config.init_strict,
+        new=config.init_new,
+    )
 
 
 def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
@@ -85,7 +94,8 @@ def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
             "differ from those in --init-from. Leave the setting out, or start a new run: "
             "--name NEW"
         )
-    # A parameter that was trained and then frozen stays in checkpoints.
+    # In a new run, any frozen parameter may be left out. A resumed run leaves out the same ones as
+    # before: one that was trained and then frozen differs from --init-from, so it is still saved.
     may_leave_out = checkpointer.was_left_out if checkpointer.restored else None
     base = open_base(
         config.init_from,
@@ -96,11 +106,12 @@ def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
         may_leave_out,
     )
     checkpointer.leave_out(base)
-    left_out = sum(p.nbytes for name, p in state.model.named_parameters() if name in base.names)
+    parameters = state.model.named_parameters()
+    left_out_bytes = sum(p.nbytes for name, p in parameters if name in base.names)
     log.info(
         "checkpoints leave out %d frozen parameters (%.1f MB), which are in %s",
         len(base.names),
-        left_out / 1e6,
+        left_out_bytes / 1e6,
         config.init_from,
     )
 
@@ -122,12 +133,13 @@ def require_same_settings(config: Config, world: World) -> None:
     `setup` calls it first, since settings decide which collectives a rank calls.
     """
     values: dict[str, Any] = {}
-    # Each machine may have the data in another folder.
-    of_one_rank = OF_ONE_START | {"data.path"}
+    # Settings that may differ between ranks. Each machine may have the data in another folder.
+    may_differ = OF_ONE_START | {"data.path"}
     for name, value in flatten(to_json(config)):
-        if name not in of_one_rank:
+        if name not in may_differ:
             values[f"the setting {name}"] = value
-    # The weights themselves may be in another folder, too: their contents are compared later.
+    # `may_differ` includes the settings of --init-from. Its path may differ, since the contents of
+    # the files are compared later, but the others must not.
     values["whether --init-from is given"] = config.init_from is not None
     values["--init-new"] = [*config.init_new]
     values["--init-strict"] = config.init_strict

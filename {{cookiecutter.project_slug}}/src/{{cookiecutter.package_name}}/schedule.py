@@ -58,9 +58,11 @@ def set_schedule(optimizer: torch.optim.Optimizer, config: "Config", step: int) 
 
 def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     """Compute the learning rate of a step (counted from 0) in a run of `steps`."""
+    # The first step has a small rate instead of 0, and the last step of the warm-up has the peak.
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
-    # `progress` rises from 0 after the warm-up, and would be 1 in the step after the last.
+    # `progress` is 0 in the first step after the warm-up, and would be 1 in the step after the run.
+    # A warm-up may be as long as the run, so `decay_steps` is at least 1.
     decay_steps = max(1, steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / decay_steps)
     # `height` falls from 1 (the peak) to 0 (the final rate).

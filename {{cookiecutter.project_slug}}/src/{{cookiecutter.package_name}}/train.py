@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+# Run as a script, this file has no package, and the relative imports below would fail.
 if not __package__:
     raise SystemExit(f"error: start it with python -m {__file__.split('/')[-2]} train")
 
@@ -81,15 +82,17 @@ class State:
 
     config: Config
     world: World
-    # The spec of the data that build_datasets (data.py) returns.
+    # Facts about the data that the model needs, from build_datasets (data.py).
     spec: Any
-    # The user's model, and the module to call instead: the model itself, or DDP's wrapper.
+    # The user's model.
     model: nn.Module
+    # The module that a step calls: DDP's wrapper of the model, or the model itself.
     module: nn.Module
     optimizer: torch.optim.Optimizer
     # This rank's micro-batches in each global batch.
     plan: list[MicroBatch]
     loader: Loader
+    # The validation dataset.
     validation: Any
     compute_dtype: torch.dtype
     # The device's peak FLOP/s and the FLOPs of one sample's forward, for MFU; None if unknown.
@@ -99,13 +102,13 @@ class State:
     # Completed optimizer steps.
     step: int = 0
     checkpointer: Checkpointer | None = None
-    # The sum of `loss_vector` (loss.py) over all ranks and steps since the last record, on the
-    # device.
+    # The sum of all ranks' `loss_vector` (loss.py) over the steps since the last record (a line of
+    # metrics.jsonl), on the device.
     sums: Tensor | float = 0.0
     # The names of the metrics in `sums`.
     metrics: tuple[str, ...] | None = None
-    # The number of steps since the last record that were skipped, since their loss or gradient was
-    # not finite.
+    # The number of steps since the last record that were skipped, because their loss or gradient
+    # was not finite.
     bad_steps: Tensor | int = 0
     # The norm of the last step's gradient, before clipping.
     grad_norm: Tensor | float = 0.0
@@ -117,6 +120,7 @@ class State:
 class Result:
     """How a run ended."""
 
+    # "regrouping": another machine is leaving the job, so torchrun must restart this rank.
     status: Literal["finished", "preempted", "regrouping", "already finished"]
     step: int
     validation: dict[str, float] = field(default_factory=dict)
@@ -132,7 +136,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     """
     world = world or join(config.parallel, config.device)
     require_same_settings(config, world)
-    # An earlier run in this process may have set them.
+    # Reset what an earlier run in this process may have set.
     Gathered.used = False
     Gathered.is_padding = False
     batch_size = config.train.global_batch_size
@@ -149,7 +153,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     if config.train.epochs:
         config = with_steps(config, samples=len(train))
     if config.init_from and config.checkpoint.frozen == "no":
-        # A resume reads this path again, maybe from another working directory.
+        # Checkpoints leave out the frozen weights, so a resume reads this path again, maybe from
+        # another working directory.
         config = override(config, {"init_from": config.init_from.absolute()})
     settings = config.train
     plan = micro_batches(batch_size, settings.micro_batch_size, world.rank, world.size)
@@ -170,9 +175,10 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     peak_flops = hardware.peak_flops(world.device)
     forward_flops = None
     if peak_flops is not None:
-        first = (0, MicroBatch(slice(0, 1), 1.0))
-        (one_sample,) = loader.read_apart(loader.source, [first])
-        forward_flops = hardware.forward_flops(model, compute_loss, one_sample)
+        # Read the first sample of step 0 as a batch, without advancing the loader.
+        first_sample = MicroBatch(indices=slice(0, 1), weight=1.0)
+        (batch,) = loader.read_apart(loader.source, [(0, first_sample)])
+        forward_flops = hardware.forward_flops(model, compute_loss, batch)
     # The order matters. Activation checkpointing comes first, since the compiler must see what is
     # recomputed. DDP and FSDP come after the compiler, since their hooks would break the graph. The
     # optimizer comes last, since FSDP replaces the parameters.
@@ -214,6 +220,7 @@ def load_datasets(config: Config) -> tuple[Any, Any, Any]:
         raise UserError(f"build_datasets (data.py) must return three values: {values}") from None
     identity = getattr(spec, "fingerprint", None)
     require_type(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
+    # `open_loader` checks the training set, which may be a stream.
     sampling.check_dataset(validation, "validation")
     if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
         raise UserError(
@@ -236,17 +243,20 @@ def train_step(state: State, batches: list[Any]) -> None:
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so generator states need not be saved.
     seed_random(config.train.seed, STEP, state.step, world.rank, device=world.device)
-    # Between steps a schedule-free optimizer keeps the averaged weights in the model, where they
-    # are validated and saved. `train()` computes the weights to train from them and its state.
+    # Between steps a schedule-free optimizer, which has `train()` and `eval()`, keeps the averaged
+    # weights in the model, where they are validated and saved. `train()` computes the weights to
+    # train from them and its state.
     schedule_free: Any = None
     if hasattr(state.optimizer, "eval"):
         schedule_free = state.optimizer
         if state.checkpointer:
-            # `train()` changes the weights, so a save must have copied them.
+            # A save may still be copying the weights, so wait before `train()` changes them.
             state.checkpointer.before_optimizer_step()
-        # FSDP may still hold the gathered average; state_dict() frees it.
+        # FSDP may still hold averaged weights that it gathered for a validation, and would use
+        # them in forward. A hook of FSDP on state_dict() frees them.
         state.model.state_dict()
         schedule_free.train()
+    # Copy the buffers that forward may change, since a bad step must not change them.
     state.buffers.keep()
     loss_vectors: list[Tensor] = []
     for i, (micro_batch, batch) in enumerate(zip(state.plan, batches, strict=True)):
@@ -270,7 +280,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     parallel.require_gradients(state)
     # After the last forward, since each forward may change the buffers.
     parallel.agree_on_buffers(state.buffers, state.step, world)
-    sums = parallel.all_reduce(sum(loss_vectors[1:], start=loss_vectors[0]), world)
+    sums_of_rank = sum(loss_vectors[1:], start=loss_vectors[0])
+    sums = parallel.all_reduce(sums_of_rank, world)
     if state.step == 0:
         check_counted(sums)
 
@@ -297,8 +308,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
-    # The sums stay on the device and are read only at log steps. `bad` is a bool on a CPU, and a
-    # tensor on a GPU.
+    # The sums of a bad step may be NaN, so zeros replace them. `bad` is a bool on a CPU. On a GPU
+    # it is a tensor, which is not read here: sums and counts stay there until a log step.
     if bad is not False:
         sums = sums.masked_fill(torch.as_tensor(bad), 0)
     state.sums = state.sums + sums
@@ -324,7 +335,7 @@ def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = Non
     with only_run():
         world = world or join(config.parallel, config.device)
         result = _run(config, world, callbacks)
-        # Only after `_run` has returned are the model and the optimizer freed.
+        # The process group must outlive the model, which is freed when `_run` returns.
         leave(world)
     return result
 
@@ -335,25 +346,30 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
             "--fresh does not clear an object store: give another --name and --checkpoint.url"
         )
     group = Group(world)
-    directory = RunDirectory(config.directory, group, config.fresh, config.checkpoint.far)
+    # Machines need not share the run directory if checkpoints are only in an object store (`far`).
+    directory = RunDirectory(
+        config.directory, group, fresh=config.fresh, apart=config.checkpoint.far
+    )
     with contextlib.ExitStack() as stack:
         # The order matters. `Stop` comes first, since a signal may arrive during start-up. The run
         # directory is locked after `setup`, so that --fresh renames an old run only if settings and
         # data are valid. The watchdog starts before `resume`, where ranks wait for each other. The
         # run writes to its directory only after `resume`, which may refuse the directory.
         stop = stack.enter_context(Stop(group))
+        # Until the run ends, a stop signal gives requests to an object store a deadline.
         end_in_time(stop)
         stack.callback(end_in_time, None)
         state = setup(config, world, weights_follow=True)
         config = state.config
         run_dir = stack.enter_context(directory)
         watching, after_journal = monitors(state, run_dir.path, group)
-        first = [hardware.GarbageCollection(), hardware.MemoryUse(), *watching]
-        callbacks = enter(first, stack)
+        first_callbacks = [hardware.GarbageCollection(), hardware.MemoryUse(), *watching]
+        callbacks = enter(first_callbacks, stack)
         checkpointer = stack.enter_context(resume(state, run_dir.path, group))
 
         validation: dict[str, float] = {}
-        # Whether a callback has ended the run at this step, with the same number of steps.
+        # Whether a callback ended the run at this step in an earlier start, which had the same
+        # --train.steps. With another number of steps the run continues.
         had_ended = False
         with group.together():
             if group.is_first:
@@ -361,12 +377,15 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
                 had_ended = directory.ended(state.step, config.train.steps)
         validation, had_ended = group.broadcast((validation, had_ended))
         # A stop signal may have interrupted the validation of the step that the run resumes from.
-        done = validation or checkpointer.restored.get("validation_loss") is not None
-        validation_owed = state.step > 0 and not done and is_due(state, config.train.validate_every)
+        # Then neither metrics.jsonl nor the checkpoint has its result.
+        validated = validation or checkpointer.restored.get("validation_loss") is not None
+        was_due = state.step > 0 and is_due(state, config.train.validate_every)
+        validation_owed = was_due and not validated
         if (state.step >= config.train.steps or had_ended) and not validation_owed:
             checkpointer.close()
             with group.together():
-                # config.json may name the object store with the run's checkpoints.
+                # Other commands find checkpoints in an object store through config.json, which is
+                # missing here if the run finished on another machine.
                 settings = run_dir.path / "config.json"
                 if group.is_first and not settings.exists():
                     write_json(settings, to_json(config))
@@ -379,8 +398,8 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         # Callbacks are called in this order. The user's come before the journal, so that they can
-        # add to the record that it writes. Straggler detection does not time callbacks after the
-        # journal, since only rank 0 writes.
+        # add to the record that it writes. `after_journal` starts the timer of straggler detection,
+        # which leaves out the journal, since only rank 0 writes.
         user_callbacks = [*callbacks_file.callbacks(config, run_dir.path), *more_callbacks]
         # Callbacks with a `state_dict` are restored here, and saved from now on.
         checkpointer.remember(user_callbacks)
@@ -400,6 +419,8 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
 
         warn_unless_sums_add_up(state)
 
+        # After its first backward, DDP sums gradients in another order. If that matters, `warm_up`
+        # tries a step that changes nothing, so that a resumed run has the same bits.
         def try_first_micro_batch() -> None:
             try_step(train_step, state, state.step, state.plan[:1])
 
@@ -440,16 +461,17 @@ def _loop(
     record: dict[str, Any] | None = None
     if validation_owed:
         if state.step < settings.steps:
-            # Workers are forked before this process opens the files of the data.
+            # Fork the workers before the validation opens files of the data in this process, since
+            # all of them would share the position in an open file.
             state.loader.start()
         validation = validate_in_run(state, stop, callbacks)
     journal.begin(validation)
-    # A callback of that validation may have ended the run, as it would have without the signal.
+    # A callback of the repeated validation may end the run, as it could have without the signal.
     if validation and stop.agree_to_finish():
         log.info("%s: stopping at step %d", stop.reason, state.step)
         return Agreed(finish=True), validation, None
-    # The last step is always validated. `validation` is only empty after it if a stop signal has
-    # interrupted it; then the poll below returns that signal.
+    # The last step is always validated. If `validation` is empty after that step, a stop signal has
+    # interrupted the validation, and the poll below returns that signal.
     while state.step < settings.steps or not validation:
         # All ranks stop after the same step. A poll returns what the ranks sent at the previous
         # poll, so a rank waits only for one that is a whole step behind. `_run` saves afterwards.
@@ -472,9 +494,9 @@ def _loop(
             # Here the host waits for the device. Otherwise it does so only in the cases that
             # `train_step` names, and in validations and saves.
             record = journal.record(state)
-        if validate_now and record is not None:
-            validation = validate_in_run(state, stop, callbacks)
-            record |= validation
+            if validate_now:
+                validation = validate_in_run(state, stop, callbacks)
+                record |= validation
         for call in after_step:
             call(state, record)
         # If a callback ends the run after a validation (early stopping), all ranks stop at this

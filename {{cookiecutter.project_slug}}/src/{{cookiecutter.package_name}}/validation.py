@@ -30,31 +30,38 @@ def never() -> bool:
 def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, float]:
     """Return the metrics, each with the prefix "validation_"; collective.
 
-    Returns {} if `stopped()`, which must be the same on all ranks, becomes true meanwhile.
-    UserError, on every rank, if their metrics differ.
+    Returns {} if `stopped()`, which must be the same on all ranks, becomes true meanwhile. Raises
+    UserError, on every rank, if the metrics differ between ranks.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    # A sample's random numbers are a function of its position, the same in each validation.
+    # A sample's random numbers are a function of this key and its position in `chosen`, so they are
+    # the same in each validation.
     key = stream_key(config.seed, VALIDATION_DRAWS)
-    # Samples of each rank in a forward.
-    samples = config.validate_batch_size or config.micro_batch_size
-    # Samples of all ranks between two calls of `stopped`.
-    in_all = max(config.global_batch_size, config.validate_batch_size * world.size)
+    # The most samples in one forward of a rank.
+    micro_batch_size = config.validate_batch_size or config.micro_batch_size
+    # Samples of all ranks between two calls of `stopped`: at least one full forward of each rank if
+    # --train.validate-batch-size is set.
+    batch_size = max(config.global_batch_size, config.validate_batch_size * world.size)
     sums: Tensor | float = 0.0
     names: tuple[str, ...] | None = None
     with evaluation_mode(state.module):
-        for first in range(0, len(chosen), in_all):
+        for first in range(0, len(chosen), batch_size):
             if stopped():
                 return {}
-            ids = chosen[first : first + in_all]
-            plan = micro_batches(len(ids), samples, world.rank, world.size)
+            ids = chosen[first : first + batch_size]
+            plan = micro_batches(len(ids), micro_batch_size, world.rank, world.size)
             for micro_batch in plan:
                 indices = micro_batch.indices
-                batch = fetch(state.validation, ids[indices], None, (key, first + indices.start))
+                position = first + indices.start
+                # Without `keys`, samples are not augmented.
+                batch = fetch(state.validation, ids[indices], keys=None, draws=(key, position))
+                # A rank with too few samples repeats one at weight 0. gather_with_gradients must
+                # leave it out, since others would be compared with it twice.
                 Gathered.is_padding = micro_batch.weight == 0
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 Gathered.is_padding = False
+                # Raises UserError if they differ from those of the batch before.
                 names = metric_names(loss, names)
                 sums = sums + loss_vector(loss) * micro_batch.weight
     # The sums have no names, so ranks with different metrics would add different ones.
@@ -90,7 +97,7 @@ def validate_in_run(state: "State", stop: Stop, callbacks: list[Any]) -> dict[st
     writer = state.checkpointer.writer
 
     def stopped() -> bool:
-        # A callback that ends the run does not interrupt a validation.
+        # Only a stop signal interrupts the validation. If a callback ends the run, it is completed.
         agreed = stop.poll(writer.failed)
         return agreed.stop_signal > 0 and not agreed.finish
 
@@ -99,4 +106,5 @@ def validate_in_run(state: "State", stop: Stop, callbacks: list[Any]) -> dict[st
         if metrics:
             for call in find_methods("after_validation", callbacks):
                 call(state, metrics)
+    # The callbacks may have added metrics, so check all of them.
     return validation_figures(metrics)

@@ -21,18 +21,19 @@ UNPICKLABLE = (pickle.PicklingError, AttributeError, TypeError)
 def shortage(error: BaseException) -> str:
     """Return a message if the cause is too little shared memory or too few open files, else ""."""
     text = str(error)
-    without = "or use --train.loader-workers 0"
+    other_way = "or use --train.loader-workers 0"
+    # Python reports "0 items of ancdata" for an open file that it could not receive.
     if "Too many open files" in text or "ancdata" in text:
         return (
             "too many open files: each tensor that a loader worker sends opens one. Raise the "
-            f"limit (ulimit -n {OPEN_FILES}), {without}"
+            f"limit (ulimit -n {OPEN_FILES}), {other_way}"
         )
     # The names of torch's files in shared memory begin like this.
     is_shared_file = "</torch_" in text
     if is_shared_file or "out of shared memory" in text or "allocate shared memory" in text:
         return (
             "shared memory (/dev/shm), through which loader workers send batches, is full: give "
-            f"the container more (docker run --shm-size=8g, or --ipc=host), {without}"
+            f"the container more (docker run --shm-size=8g, or --ipc=host), {other_way}"
         )
     return ""
 
@@ -40,13 +41,13 @@ def shortage(error: BaseException) -> str:
 def allow_open_files() -> None:
     """Raise this process's soft limit of open files, which is 1,024 on most machines."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES
+    new_limit = OPEN_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(hard, OPEN_FILES)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        # A machine may still refuse to raise it.
+        new_limit = min(hard, OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < new_limit:
+        # A machine may still refuse to raise the limit.
         with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+            resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
 def start_workers(loader: DataLoader, dataset: Any) -> Any:
@@ -55,8 +56,9 @@ def start_workers(loader: DataLoader, dataset: Any) -> Any:
     try:
         return iter(loader)
     except UNPICKLABLE as error:
-        # Processes that are not forked, the default from Python 3.14 on, get a pickled dataset.
+        # Workers that are not forked (the default from Python 3.14 on) get the dataset pickled.
         name = unpicklable_part(dataset, type(dataset).__name__, DEPTH)
+        # If the whole dataset can be pickled, the error has another cause.
         if not name:
             raise
         reason = str(error).partition("\n")[0]
@@ -68,13 +70,17 @@ def start_workers(loader: DataLoader, dataset: Any) -> Any:
 
 
 def unpicklable_part(value: Any, name: str, depth: int) -> str:
-    """Return the dotted name of the innermost value that cannot be pickled; "" if all can be."""
+    """Return the dotted name of the innermost value that cannot be pickled; "" if all can be.
+
+    `name` is the name of `value`, whose parts are searched `depth` levels deep.
+    """
     try:
         pickle.dumps(value)
         return ""
     except UNPICKLABLE:
         pass
-    # Other errors are no proof: a lock, for instance, can be sent to a process while it starts.
+    # Other errors are no proof: multiprocessing's locks, for instance, can be pickled only while a
+    # process is started.
     except Exception:
         return ""
     parts: dict[Any, Any] = {}

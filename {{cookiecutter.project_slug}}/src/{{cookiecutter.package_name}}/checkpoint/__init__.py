@@ -1,4 +1,4 @@
-"""Write, publish, verify, read and export checkpoints; this file has their names and errors."""
+"""Write, publish, verify, read and export checkpoints; this file has their file names and error."""
 
 import re
 from dataclasses import dataclass
@@ -7,10 +7,12 @@ from pathlib import Path
 from ..errors import RankError
 
 MANIFEST = "manifest.json"
-# The file that torch.save writes.
+# The only file of a checkpoint that torch.save writes.
 WHOLE_FILE = "state.pt"
+# The index of a checkpoint that torch.distributed.checkpoint (DCP) writes.
 DCP_INDEX = ".metadata"
-# The name of a step's checkpoint directory, and the pattern of such names.
+# The name of a step's checkpoint directory, and the pattern of such names. Steps are padded with
+# zeros to eight digits.
 step_name = "step_{:08d}".format
 PUBLISHED = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 

@@ -1,8 +1,8 @@
-"""Leave frozen weights out of checkpoints, which then refer to the files that hold them: the base.
+"""Leave frozen weights out of checkpoints, and read them from the files of --init-from instead.
 
-With --checkpoint.frozen no, a checkpoint leaves out each frozen parameter that is in the files of
---init-from. Its manifest names these files and a digest of their contents, and a reader takes the
-parameters from there.
+With --checkpoint.frozen no, a checkpoint leaves out each frozen parameter that is in these files,
+which are called its base. Its manifest has the path of the base and a digest of the contents.
+Commands that read the checkpoint take the frozen parameters from the base.
 """
 
 import contextlib
@@ -31,7 +31,8 @@ from .tensors import (
     weight_names,
 )
 
-# This file of a run directory caches digests, since hashing a large base takes minutes.
+# This file of a run directory caches the hash of each file of the base, since hashing a large base
+# takes minutes.
 KNOWN = "base.json"
 
 
@@ -39,10 +40,11 @@ class Base:
     """The frozen weights of a model that the checkpoints of its run leave out."""
 
     def __init__(self, model: nn.Module, names: set[str], entry: dict[str, Any]) -> None:
-        """Take the names of the parameters that are left out, and an entry for each manifest.
+        """Take the names of the parameters to leave out, and the "base" entry of each manifest.
 
-        The entry has the "path" and the "digest" of the files, and maps the names of "tied"
-        parameters to the names that the files have for them.
+        The entry has the "path" of the files and the "digest" of their contents. Under "tied" it
+        maps a parameter's name that the files lack to another of its names, which they have. Both
+        are names in the model.
         """
         self.model = model
         self.names = names
@@ -50,7 +52,7 @@ class Base:
         self.versions = self._versions_now()
 
     def _versions_now(self) -> dict[str, int]:
-        """Return torch's version counter of each parameter, which counts in-place changes."""
+        """Return the version counter of each parameter left out; it counts in-place changes."""
         result: dict[str, int] = {}
         for name, parameter in self.model.named_parameters():
             if name in self.names:
@@ -78,9 +80,9 @@ def open_base(
 ) -> Base:
     """Find the frozen parameters of a model that are in the weights at `path`; collective.
 
-    `new` lists the parameters or modules that are not initialized from those weights. Parameters
-    outside `may_leave_out` (None: no limit) are not taken. Raises UserError, on every rank, if the
-    files cannot be a base.
+    `new` lists the parameters or modules that are not initialized from those weights. They stay in
+    checkpoints, and so do parameters outside `may_leave_out` (None: no limit). `run_dir` caches the
+    hashes of the files. Raises UserError, on every rank, if the files cannot be a base.
     """
     with group.together():
         if path is None:
@@ -93,9 +95,13 @@ def open_base(
                 f"run, export its weights: export --source {path} --to base.safetensors"
             )
         file = OneFile(path)
-        rename: Any = getattr(model, "from_transformers", dict)
-        if rename(file.forms).keys() != file.forms.keys():
-            # Only the model can rename them, and readers of a checkpoint have no model.
+        forms = file.forms
+        # A model that can load transformers' files has this method, which renames their tensors.
+        if hasattr(model, "from_transformers"):
+            rename: Any = model.from_transformers
+            forms = rename(file.forms)
+        if forms.keys() != file.forms.keys():
+            # Only the model can rename them, and `export` reads checkpoints without a model.
             raise UserError(
                 f"--checkpoint.frozen no: the tensors in {path} have the names of transformers, "
                 "not of model.py. Convert them: train a run with --init-from and export it to a "
@@ -104,7 +110,7 @@ def open_base(
         names, tied = names_of_base(model, file, new)
         if may_leave_out is not None:
             names &= may_leave_out
-            tied = {name: there for name, there in tied.items() if name in names}
+            tied = {name: other for name, other in tied.items() if name in names}
         if not names:
             raise UserError(
                 f"--checkpoint.frozen no: no frozen parameter is in {path}. Freeze some in "
@@ -117,34 +123,44 @@ def open_base(
 def names_of_base(
     model: nn.Module, file: OneFile, new: tuple[str, ...]
 ) -> tuple[set[str], dict[str, str]]:
-    """Return the names of the frozen parameters that a file has, and the tied ones among them.
+    """Return the names of the frozen parameters that a file has, and "tied" of `Base.entry`.
 
-    The file has a tied parameter under another name, to which the dictionary maps. Not collective.
+    A tied parameter has several names in the model. The dictionary maps each of them that the file
+    lacks to one that the file has. Not collective.
     """
-    stored = weight_names(file.forms, shapes_and_dtypes(model))
+    model_names = shapes_and_dtypes(model).keys()
+    # Maps names in the model to names in the file, which may have a prefix.
+    stored = weight_names(file.forms, model_names)
     frozen: list[tuple[str, nn.Parameter]] = []
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not is_named(name, new):
             frozen.append((name, parameter))
-    name_there: dict[nn.Parameter, str] = {}
+    # The name in the model under which the file has a parameter.
+    found_as: dict[nn.Parameter, str] = {}
     for name, parameter in frozen:
         if name in stored and file.forms[stored[name]].shape == parameter.shape:
-            name_there[parameter] = name
+            found_as[parameter] = name
     names: set[str] = set()
     tied: dict[str, str] = {}
     for name, parameter in frozen:
-        if parameter in name_there:
+        if parameter in found_as:
             names.add(name)
             if name not in stored:
-                tied[name] = name_there[parameter]
+                tied[name] = found_as[parameter]
     return names, tied
 
 
 def is_plain_weights(path: Path) -> bool:
-    """Tell whether a path is a file of weights, or a folder of safetensors that is not a run."""
-    if path.is_dir():
-        return bool(weight_files(path)) and not (path / "status.json").exists()
-    return path.is_file()
+    """Tell whether a path is a file of weights, or a folder of safetensors that is not a run.
+
+    False for a folder that lacks a file of its index.
+    """
+    if not path.is_dir():
+        return path.is_file()
+    if (path / "status.json").exists():
+        return False
+    files = weight_files(path)
+    return bool(files) and all(file.is_file() for file in files)
 
 
 def check_base(
@@ -152,17 +168,21 @@ def check_base(
 ) -> dict[str, Any]:
     """Return a manifest with the current path of its base; collective.
 
-    That is `given` or, without it, the saved path. `run_dir` caches digests. Raises UserError, on
-    every rank, if there are no weights at the path or their contents differ.
+    The path is `given` or, without it, the saved one. `run_dir` caches the hashes of the files
+    (None: no cache). Raises UserError, on every rank, if there are no weights at the path, or if
+    their contents do not match the manifest's digest.
     """
     base = manifest["base"]
     path = given or Path(base["path"])
     way_out = "give their path with --init-from (train) or --base (export, infer)"
     with group.together():
         if not is_plain_weights(path):
+            problem = "is gone"
+            if path.exists():
+                problem = "is not a file or a complete folder of weights"
             raise UserError(
                 f"the checkpoint of step {manifest['step']} leaves out frozen weights, and "
-                f"{path}, which held them, is gone: {way_out}"
+                f"{path} {problem}: {way_out}"
             )
     digest = digest_of(path, run_dir / KNOWN if run_dir else None, group)
     if digest != base["digest"]:
@@ -177,12 +197,14 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
     """Return a sha256 of the contents of all files of weights at a path; collective.
 
     The ranks of a machine divide the files among them. `known_file` caches the hashes, so each
-    version of a file is read once. Raises UserError, on every rank, if the contents differ between
-    machines.
+    version of a file is read once (None: no cache). Raises UserError, on every rank, if the
+    contents differ between machines.
     """
     machine = socket.gethostname()
     hashes: dict[str, str] = {}
     known: dict[str, list[Any]] = {}
+    # The entries of `known` for the files of this rank.
+    entries: dict[str, list[Any]] = {}
     with group.together():
         known = read_known(known_file)
         files = weight_files(path)
@@ -191,18 +213,20 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
             files = files[local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
         for file in files:
             hashes[file.name] = hash_file(file, known)
-    gathered = group.gather((machine, hashes, known))
+            entries[str(file.resolve())] = known[str(file.resolve())]
+    gathered = group.gather((machine, hashes, entries))
     digest = ""
     with group.together():
         if group.is_first:
             hashes_of_machine: dict[str, dict[str, str]] = {}
-            for name, of_rank, known_there in gathered:
-                hashes_of_machine.setdefault(name, {}).update(of_rank)
-                known |= known_there
-            if any(each != hashes_of_machine[machine] for each in hashes_of_machine.values()):
+            for machine_of_rank, hashes_of_rank, entries_of_rank in gathered:
+                hashes_of_machine.setdefault(machine_of_rank, {}).update(hashes_of_rank)
+                known |= entries_of_rank
+            hashes_here = hashes_of_machine[machine]
+            if any(each != hashes_here for each in hashes_of_machine.values()):
                 raise UserError(f"the machines have different files at {path}: copy them again")
             # The names are not hashed, so that a file may be renamed.
-            text = json.dumps(sorted(hashes_of_machine[machine].values()))
+            text = json.dumps(sorted(hashes_here.values()))
             digest = hashlib.sha256(text.encode()).hexdigest()
             if known_file is not None and known_file.parent.is_dir():
                 # If this fails, the next start only hashes the files again.
@@ -212,7 +236,7 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
 
 
 def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
-    """Return the sha256 of a file; `known` caches it by path, size and time."""
+    """Return the sha256 of a file; `known` caches it by path, size and modification time."""
     status = file.stat()
     version = [status.st_size, status.st_mtime_ns]
     name = str(file.resolve())
@@ -224,7 +248,10 @@ def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
 
 
 def read_known(known_file: Path | None) -> dict[str, list[Any]]:
-    """Return size, time and sha256 of each file hashed before; {} if the cache cannot be read."""
+    """Return size, modification time and sha256 of each file hashed before, by its path.
+
+    An unreadable cache counts as empty; after an invalid entry, the remaining ones are ignored.
+    """
     known: dict[str, list[Any]] = {}
     if known_file is None:
         return known
@@ -235,23 +262,27 @@ def read_known(known_file: Path | None) -> dict[str, list[Any]]:
 
 
 class WithBase:
-    """The tensors of a checkpoint, and from its base those that it leaves out."""
+    """The tensors of a checkpoint, together with those that it leaves out, read from its base."""
 
     def __init__(self, checkpoint: Source, manifest: dict[str, Any]) -> None:
-        """Combine both; `manifest` must come from `check_base`."""
+        """Open the base; `manifest` must come from `check_base`, which has verified it."""
         self.path = checkpoint.path
         self.checkpoint = checkpoint
         self.base = OneFile(Path(manifest["base"]["path"]))
-        # For each tensor that the base provides, its name there.
+        # Maps each tensor that the base provides, such as "model.norm.weight", to its name there.
         self.stored: dict[str, str] = {}
         self.forms: Tensors = dict(checkpoint.forms)
-        # Even a manifest with a correct digest may come from other code and lack a field.
+        # Even a manifest with a correct digest may come from other code and lack a field: then
+        # `reading` raises CheckpointError.
         with reading(checkpoint.path):
             parameters = manifest["identity"]["parameters"]
             left_out = [name for name in parameters if f"model.{name}" not in checkpoint.forms]
             names = weight_names(self.base.forms, parameters)
             for name in left_out:
-                stored = names.get(manifest["base"]["tied"].get(name, name))
+                # The base may have a tied parameter only under another of its names.
+                name_in_base = manifest["base"]["tied"].get(name, name)
+                stored = names.get(name_in_base)
+                # A tensor that the base lacks too is not in `forms`: callers report it as missing.
                 if stored is not None:
                     *shape, dtype = parameters[name]
                     # The base may have another dtype; the model's is used.
@@ -261,12 +292,13 @@ class WithBase:
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy the saved values into tensors of the run; collective."""
-        saved: Tensors = {}
+        in_checkpoint: Tensors = {}
         for name, target in targets.items():
             if name not in self.stored:
-                saved[name] = target
-        self.checkpoint.read(saved, group)
-        # Tensors are read one by one, since several may be tied to the same one.
+                in_checkpoint[name] = target
+        self.checkpoint.read(in_checkpoint, group)
+        # One by one, since the names of a tied parameter may share one stored tensor: a dictionary
+        # by stored names could hold only one of their targets.
         for name, stored in self.stored.items():
             if name in targets:
                 self.base.read({stored: targets[name]}, group)

@@ -1,11 +1,12 @@
 """Save and restore the state of a run.
 
-`save` lets the writer (writer.py) stage the tensors. `_publish` waits until they are staged; then
-the publisher (publish.py) has the files written and hashed, and publishes the checkpoint. With
-checkpoint=dcp_async, staging is a copy in the background and `_publish` runs in a thread.
+`save` hands the tensors to the writer (writer.py), which stages them. `_publish` waits until they
+are staged; then the publisher (publish.py) has the files written and hashed, and publishes the
+checkpoint. With checkpoint=dcp_async, staging copies the tensors in the background and `_publish`
+runs in a thread. Otherwise training waits for the whole save, so staging copies nothing.
 
 `restore` takes the newest good checkpoint, which the publisher finds and verifies, and checks that
-this run saved it. `load` matches its tensors with the optimizer's and reads them.
+this run saved it. `load` checks that no optimizer state would be lost, then reads the tensors.
 """
 
 import contextlib
@@ -42,7 +43,8 @@ if TYPE_CHECKING:
     from .base import Base
 
 log = logging.getLogger(__name__)
-# Names of optimizer state that a resume must not lose: all state of parameters except their EMA.
+# Names of optimizer state that a resume must not lose: all state of single parameters except their
+# EMA. State of whole parameter groups (`param_groups`) may be lost.
 MUST_NOT_BE_LOST = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
 
 
@@ -66,7 +68,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Open the run's storage.
 
         `facts` go into each manifest: "identity", which must match on restore, "schedule" and
-        "config". All ranks call `facts_now` at each save; rank 0's result goes in, too.
+        "config". All ranks call `facts_now` at each save, since it may be collective; rank 0's
+        result (by default {}) goes in, too.
         """
         self.run_dir = run_dir
         self.config = config
@@ -82,13 +85,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.blocked_seconds = 0.0
         # The time to allocate host buffers for saves, which happens once in a run.
         self.buffers_seconds = 0.0
-        # The step of the last checkpoint that was published for certain, or restored.
+        # The step of the last checkpoint that was published without an error, or restored.
         self.last_good: int | None = None
-        # The manifest of the checkpoint that was restored.
+        # The manifest of the checkpoint that was restored; {} in a new run.
         self.restored: dict[str, Any] = {}
         # The frozen weights that are not saved, if there are any.
         self.base: Base | None = None
-        # The frozen weights that the restored checkpoint has left out.
+        # The names of the frozen weights that the restored checkpoint leaves out.
         self.was_left_out: set[str] = set()
         # The callbacks whose state is saved, by name.
         self.remembered: dict[str, Any] = {}
@@ -102,7 +105,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if not hasattr(callback, "state_dict") or not hasattr(callback, "load_state_dict"):
                 continue
             name = type(callback).__name__
-            # Several callbacks of one class are told apart by their order.
+            # Several callbacks of one class are told apart by their order: "Name", "Name+", ...
             while name in self.remembered:
                 name += "+"
             self.remembered[name] = callback
@@ -140,7 +143,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if step == self.last_good:
             return
         facts = self._facts_of(step, figures or {})
-        # Two blocks: if the previous save failed and training continues, this one still begins.
+        # A second block: if the first one has only logged that the previous save failed, this save
+        # still begins.
         with self._blocking():
             self.writer.begin(self.tensors_to_save(), self._publish, step, facts)
 
@@ -149,7 +153,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Collective. An error on any rank, here or in `publish`, is raised on all of them.
         """
-        # All ranks must learn of a failed rank before they enter DCP's collectives and wait there.
+        # `complete` waits for the staged tensors and checks them. If it fails on one rank, it must
+        # fail on all: in the collectives of `write`, the others would wait for that rank.
         with self.group.together():
             self.writer.complete()
         self.publisher.publish(step, self.writer.write, facts)
@@ -158,11 +163,13 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _facts_of(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields of the manifest other than its files; collective."""
         best = self.config.best
+        rule = f"{self.config.best_is} {best}"
         score = figures.get(best)
         if score is not None:
             score = float(score)
-        # A callback may add such a metric on rank 0 only.
-        if score is None and "validation_loss" in figures and self.group.is_first:
+        was_validated = "validation_loss" in figures
+        # Only rank 0 warns, since a callback may add the metric on rank 0 only.
+        if was_validated and score is None and self.group.is_first:
             log.warning("--checkpoint.best %s: the validation has no such metric", best)
         callbacks: dict[str, Any] = {}
         with self.group.together():
@@ -176,7 +183,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             "samples": step * self.facts["identity"]["global_batch_size"],
             "world_size": self.world.size,
             "validation_loss": figures.get("validation_loss"),
-            "score": [f"{self.config.best_is} {best}", score],
+            "score": [rule, score],
             "versions": {"python": platform.python_version(), "torch": str(torch.__version__)},
             "saved_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         }
@@ -188,7 +195,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer reads the weights."""
-        # Prepared once the optimizer has its state, which its first step creates.
+        # The writer allocates its buffers once, when the optimizer has its state: the first
+        # optimizer step creates it.
         if not self.writer.prepared and any(self.optimizer.state.values()):
             started = time.perf_counter()
             self.writer.prepare(self.tensors_to_save())
@@ -202,8 +210,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             self.settle()
         finally:
             self.writer.close()
-        # Not `_blocking`: a checkpoint that only this machine has is an error at the end of a run,
-        # even with --checkpoint.on-failure continue.
+        # Not in `_blocking`: even with --checkpoint.on-failure continue, the run must end with an
+        # error if the newest checkpoint was not uploaded to an object store.
         started = time.perf_counter()
         self.publisher.close()
         self.blocked_seconds += time.perf_counter() - started
@@ -227,7 +235,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if kind and self.world.size == 1:
             try:
                 self.close()
-            except RankError as error:
+            except (RankError, UserError) as error:
+                # Raised here, it would replace the error that ends the run.
                 log.warning("%s", error)
 
     def leave_out(self, base: "Base") -> None:
@@ -275,6 +284,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
             manifest = check_base(manifest, base, self.run_dir, self.group)
         self.load(path, manifest, reset_optimizer)
+        # Files that were downloaded from an object store are no longer needed.
         release_copies()
         log.info("resuming from %s", path)
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
@@ -288,19 +298,20 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Collective. Raises UserError if optimizer state would be lost, unless `reset_optimizer`.
         """
+        # A new optimizer has no tensors yet into which its state could be read.
         create_optimizer_state(self.optimizer)
         with self.group.together():
             source = open_tensors(path, manifest)
-        # Only a checkpoint with a base has these: the tensors that it takes from there.
+        # Only the source of a checkpoint with a base has `stored`: the tensors that the base has.
         for name in getattr(source, "stored", {}):
             self.was_left_out.add(name.removeprefix("model."))
         tensors = self.tensors()
-        # State that the optimizer has now and the checkpoint lacks, and state that only the
-        # checkpoint has.
+        # Optimizer state that the checkpoint lacks. A missing weight is an error in `read`.
         missing: set[str] = set()
         for name in tensors.keys() - source.forms.keys():
             if name.startswith("optimizer."):
                 missing.add(name)
+        # Optimizer state that only the checkpoint has.
         lost: set[str] = set()
         for name in source.forms.keys() - tensors.keys():
             if MUST_NOT_BE_LOST.fullmatch(name):
@@ -321,7 +332,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         for name in missing:
             del targets[name]
         source.read(targets, self.group)
-        # Plain numbers of the optimizer were read into copies, and are written back here.
+        # State that is a plain number was read into a scalar tensor; write it back as a number.
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
             value = holder[key]
             if isinstance(value, int | float):
@@ -338,9 +349,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             state = self.optimizer.state.get(parameter, {})
             new = {key for key in state if f"optimizer.{name}.{key}" in missing}
             if new == {EMA}:
+                # Only the average starts afresh, at the next step.
                 del state[EMA]
             elif new:
-                # Drop all of the state, so that it starts as before the parameter's first gradient.
+                # Incomplete state is of no use, so drop it all: it starts as before the parameter's
+                # first gradient.
                 unused |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
                 del self.optimizer.state[parameter]
         return unused
@@ -348,6 +361,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _refuse_to_lose(self, lost: set[str], path: Place, manifest: dict[str, Any]) -> NoReturn:
         """Raise UserError, since a resume would lose optimizer state."""
         problems: list[str] = []
+        # The schedule has all settings of --optim. Its "name" is the optimizer: another one may be
+        # the cause.
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             if change.startswith("name:"):
                 problems.append(f"optim.{change}")
@@ -357,7 +372,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def _other_run(self, path: Place, problems: list[str], way_out: str) -> str:
         """Return why this run cannot resume from a checkpoint, and the ways out."""
-        lines = ["\n  ".join([f"this run cannot resume from {path}:", *problems])]
+        lines = [f"this run cannot resume from {path}:"]
+        for problem in problems:
+            lines.append(f"  {problem}")
         # A new run that finds the checkpoints of another one has no saved settings yet.
         if (self.run_dir / "config.json").exists():
             lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
@@ -378,7 +395,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if self.config.on_failure == "stop":
                 raise
             if self.world.rank == 0:
-                log.warning("%s; training continues, earlier checkpoints are untouched", error)
+                text = "%s; earlier checkpoints are untouched (--checkpoint.on-failure continue)"
+                log.warning(text, error)
         finally:
             self.blocked_seconds += time.perf_counter() - started
 
@@ -401,8 +419,10 @@ def state_of(name: str, callback: Any) -> Any:
         # It is copied, since it may change before a background save writes it.
         kept = json.loads(json.dumps(state))
     except (TypeError, ValueError) as error:
+        # An error differs from any state, so the state is refused below.
         kept = error
-    # JSON turns tuples into lists, and keys that are numbers into strings.
+    # JSON turns tuples into lists, and keys that are numbers into strings. Compare texts, since a
+    # NaN does not equal itself.
     if repr(kept) != repr(state):
         raise UserError(
             f"the state of the callback {name} cannot be saved: JSON changes {state!r:.80}. Let "

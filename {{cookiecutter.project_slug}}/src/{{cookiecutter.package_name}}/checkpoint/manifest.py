@@ -26,7 +26,7 @@ FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
 # The end of the file: a sha256 of 64 hex digits and the characters that close the JSON.
 SEAL = b'%s"\n}'
 SEAL_LENGTH = 64 + 3
-# A manifest, and its problems.
+# The manifest of a checkpoint, and the problems of the checkpoint ([] if it is good).
 Verified = tuple[dict[str, Any], list[str]]
 # Read errors that mean damage. EBADMSG comes from storage with its own checksums.
 DAMAGE = {
@@ -50,7 +50,8 @@ def problem_of(path: Place, error: OSError) -> RankError:
     """Return a CheckpointError if the error means damage, a RankError if it may be temporary."""
     if error.errno in DAMAGE:
         return CheckpointError(f"{path.name} {DAMAGE[error.errno]}")
-    # A lack of permission or a failing disk is not damage: the checkpoint must keep its name.
+    # A lack of permission or a failing disk is not damage, so the checkpoint must not be renamed
+    # as a damaged one.
     reason = error.strerror or str(error) or type(error).__name__
     return RankError(f"{path} cannot be read: {reason}")
 
@@ -69,8 +70,9 @@ def reading(path: Place) -> Iterator[None]:
 
 def reason_of(error: BaseException) -> str:
     """Return an error's type and first line, without torch's advice to disable weights_only."""
-    text = str(error).rpartition("WeightsUnpickler error: ")[2].strip()
-    first_line = text.partition("\n")[0]
+    # torch's advice comes before these words. Without them, `text` is the whole message.
+    _, _, text = str(error).rpartition("WeightsUnpickler error: ")
+    first_line, _, _ = text.strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"
 
 
@@ -92,6 +94,7 @@ def read_manifest(path: Place) -> dict[str, Any]:
     except Exception as error:
         # The digest is correct, but other code wrote the file.
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
+    # A copy may have any name, but not that of another step.
     name = step_name(manifest["step"])
     if PUBLISHED.fullmatch(path.name) and path.name != name:
         raise CheckpointError(f"{MANIFEST} belongs to {name}")
@@ -129,6 +132,7 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
     if manifest.get("score"):
         rule, score = manifest["score"]
     # Adding 0.0 converts a number to a float and rejects a string, which `float` would convert.
+    # Adding "" rejects a rule that is not a string.
     manifest["validation_loss"] = None if loss is None else loss + 0.0
     manifest["score"] = ["" + rule, None if score is None else score + 0.0]
     names = list(files)
@@ -148,6 +152,7 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
     try:
         with open_regular(path) as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+            # Hashing has read the file to its end, so the position is the size.
             size = file.tell()
     except OSError as error:
         problem = problem_of(path, error)
@@ -210,7 +215,8 @@ def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[st
             problem = check.result()
             if problem is not None:
                 problems.append(problem)
-    # Several machines may report the same problem: keep each once.
+    # Several machines may report the same problem: keep each once. Only rank 0 gathers all of them,
+    # so it sends the result to the others.
     distinct: dict[str, None] = {}
     for of_one_rank in group.gather(problems):
         distinct.update(dict.fromkeys(of_one_rank))

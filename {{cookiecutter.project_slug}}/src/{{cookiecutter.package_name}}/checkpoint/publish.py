@@ -1,14 +1,14 @@
 """Publish, find, set aside and prune checkpoints, so that their directory survives any crash.
 
-A checkpoint is a directory `step_00000120/` with a manifest.json and the files it names. A save
-takes these steps. From the first save on, there is a loadable checkpoint at every instant:
+A checkpoint is a directory `step_00000120/` with a manifest.json and the files it names. From the
+first save on, there is a loadable checkpoint at every instant, since a save takes these steps:
 
 1. rank 0 makes a new reserved directory next to the published ones;
 2. every rank writes its files there; a failure on any rank fails the save on every rank;
 3. every rank syncs its files to disk and hashes them (sha256);
 4. rank 0 writes the manifest, syncs it and the directory;
 5. rank 0 renames the reservation to its final name, and syncs the parent directory;
-6. rank 0 prunes.
+6. rank 0 prunes old checkpoints.
 
 A published checkpoint is never written to again. A restore takes the newest checkpoint whose
 manifest and files verify. It moves damaged ones aside with a warning, and retention ignores them.
@@ -84,13 +84,14 @@ class Publisher:
     and `make_durable`; only rank 0 calls the other methods.
     """
 
+    # How to begin without the old checkpoints, for error messages.
     start_over = "start over with --fresh, which sets the old run aside"
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory = directory
         self.retention = retention
         self.group = group
-        # The scores of the checkpoints that retention counts.
+        # The scores of the checkpoints that retention counts, as in `best_by_validation`.
         self.scores: dict[Place, list[Any]] = {}
         # Whether the names of the directory and its parents are synced to disk.
         self.synced = False
@@ -119,6 +120,7 @@ class Publisher:
             with group.together():
                 entries = self.make_durable(reserved, names)
 
+            # Only rank 0, which writes the manifest, gathers the entries of all ranks.
             files: dict[str, Any] = {}
             for of_one_rank in group.gather(entries):
                 files.update(of_one_rank)
@@ -128,17 +130,20 @@ class Publisher:
                     self.commit(reserved, manifest)
                     committed = True
         except UserError:
-            # Another run has taken over the directory, so remove nothing from it.
+            # Another run may have taken over the object store, so remove nothing from it.
             raise
         except Exception as error:
-            # If it is published, another rank has failed after that: nothing is removed.
-            if group.is_first and reserved and not committed:
+            problem = f"checkpoint of step {step} was not saved"
+            if committed:
+                # Another rank has failed after that: do not remove a published checkpoint.
+                problem = f"checkpoint of step {step} was saved, but then a rank failed"
+            elif group.is_first and reserved:
                 self.abandon(reserved)
-            raise CheckpointError(f"checkpoint of step {step} was not saved: {error}") from error
+            raise CheckpointError(f"{problem}: {error}") from error
         path = self.directory / step_name(step)
         if group.is_first:
             if "score" in facts:
-                # Saves `prune` reading it back from the manifest.
+                # So `prune` need not read it from the manifest.
                 self.scores[path] = facts["score"]
             self.prune()
         return path
@@ -208,8 +213,8 @@ class Publisher:
             every = self.retention.keep_every
             for path in good:
                 step = int(path.name.removeprefix("step_"))
-                for_good = every > 0 and step % every == 0
-                if path not in newest and path != best and not for_good:
+                is_kept_forever = every > 0 and step % every == 0
+                if path not in newest and path != best and not is_kept_forever:
                     self.discard(path)
             self.remove_leftovers()
         except (OSError, RankError, UserError) as error:
@@ -230,7 +235,8 @@ class Publisher:
             # Any directory in the path may be new and not yet synced: made by this run, or by one
             # that was killed before it could sync.
             for parent in self.directory.parents:
-                # Without write permission, no process of this user can have made one here or above.
+                # This user's runs have made no directory in a parent that they cannot write to, nor
+                # above it. Syncing a directory needs read permission.
                 if not os.access(parent, os.R_OK | os.W_OK):
                     break
                 sync_directory(parent)
@@ -251,7 +257,9 @@ class Publisher:
             with naming(folder / name), open(folder / name, "rb", buffering=0) as written:
                 os.fsync(written.fileno())
                 sha256 = hashlib.file_digest(written, "sha256").hexdigest()
-                entries[name] = {"size": written.tell(), "sha256": sha256}
+                # Hashing has read the file to its end, so the position is the size.
+                size = written.tell()
+                entries[name] = {"size": size, "sha256": sha256}
         return entries
 
     def commit(self, reserved: str, manifest: dict[str, Any]) -> None:
@@ -263,6 +271,7 @@ class Publisher:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(reservation)
+        # An earlier save of this step may have failed after its rename.
         if os.path.lexists(target):
             self.set_aside(target)
         os.rename(reservation, target)
@@ -281,15 +290,17 @@ class Publisher:
     def set_aside(self, path: Path) -> Path:
         """Rename a damaged checkpoint, so that it is never counted again."""
         number = 1
-        while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        aside = path.with_name(f"{path.name}.damaged-{number}")
+        while os.path.lexists(aside):
             number += 1
+            aside = path.with_name(f"{path.name}.damaged-{number}")
         rename_directory(path, aside)
         sync_directory(self.directory)
         return aside
 
     def discard(self, path: Path) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
-        # Rename it first, so that a crash half-way does not leave half a checkpoint.
+        # Rename it first: a crash half-way must not leave half a checkpoint under a published name.
         try:
             os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
         except OSError as error:
@@ -311,7 +322,12 @@ class Publisher:
             # of the machine could restore the name of a checkpoint that is half removed.
             sync_directory(self.directory)
             for name in leftovers:
-                shutil.rmtree(self.directory / name, ignore_errors=True)
+                leftover = self.directory / name
+                try:
+                    shutil.rmtree(leftover)
+                except OSError as error:
+                    # The next save tries it again.
+                    log.warning("%s cannot be removed: %s", leftover, error)
 
 
 def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:
@@ -324,11 +340,16 @@ def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:
     best: Place | None = None
     best_value = math.nan
     newest_rule = ""
+    # The newest comes first: it sets the rule, and an older one with an equal score is not better.
     for path, (rule, value) in reversed(list(scores.items())):
-        newest_rule = newest_rule or rule
+        if not newest_rule:
+            newest_rule = rule
         if rule != newest_rule or value is None or not math.isfinite(value):
             continue
-        is_better = value > best_value if rule.startswith("max ") else value < best_value
+        if rule.startswith("max "):
+            is_better = value > best_value
+        else:
+            is_better = value < best_value
         if best is None or is_better:
             best = path
             best_value = value

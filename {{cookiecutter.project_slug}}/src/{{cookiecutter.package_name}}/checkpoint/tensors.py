@@ -36,12 +36,13 @@ OPTIMIZER = "optimizer."
 NOTE = "note"
 # What peft inserts into the weight names of a layer that it adapts, or of which it trains a copy.
 ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
-# Entries that this project sets in an optimizer's groups, and does not save.
+# Settings that this project, or a scheduler of torch, sets in an optimizer's groups. They are not
+# saved.
 GROUP_SETTINGS = ("lr", "initial_lr", "rate_factor", "ema_decay", "matrices")
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a nested dictionary with flat names, as DCP flattens them."""
+    """Yield the tensors of a nested dictionary with flat names, as DCP does; skip other values."""
     if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
@@ -131,7 +132,9 @@ def weight_files(path: Path) -> list[Path]:
         file_of = read_json(index).get("weight_map")
         if not isinstance(file_of, dict) or not file_of:
             raise UserError(f"{index} has no weight_map: download the index again, or remove it")
-        return [path / Path(name).name for name in sorted(set(map(str, file_of.values())))]
+        # Only the file name of each entry counts, so that no file outside the folder is read.
+        names = {str(name) for name in file_of.values()}
+        return [path / Path(name).name for name in sorted(names)]
     if (path / f"model{SAFETENSORS}").is_file():
         return [path / f"model{SAFETENSORS}"]
     return sorted(path.glob(f"*{SAFETENSORS}"))
@@ -148,31 +151,35 @@ def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
 def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
     """Map the names that a model may use for weights to their stored names."""
-    # Files add prefixes to names ("model.", DDP's "module.") or infixes (compile's "_orig_mod.").
-    # The prefix is removed that leaves the most expected names.
+    # Stored names may have a prefix ("model.", DDP's "module.") or infix (compile's "_orig_mod.").
+    # The prefix is removed whose removal gives the most expected names.
     expected = set(expected)
-    # Several expected names may map to one stored name, since peft's adapters copy some layers.
+    # The expected names by their names without peft's adapters. One stored weight may have several,
+    # since peft copies some layers.
     expected_by_plain_name: dict[str, list[str]] = {}
     for name in expected:
         expected_by_plain_name.setdefault(without_adapters(name), []).append(name)
     candidates: list[str] = []
     for name in stored:
-        if name in expected or not (name == NOTE or name.startswith(OPTIMIZER)):
+        is_weight = name != NOTE and not name.startswith(OPTIMIZER)
+        if is_weight or name in expected:
             candidates.append(name)
     best: dict[str, str] = {}
     most = -1
+    # Many training scripts save the weights as "model" or "state_dict", next to other state.
     for outer in ("", MODEL, "state_dict."):
         for prefix in (outer, f"{outer}module."):
             names: dict[str, str] = {}
-            for full_name in candidates:
-                name = full_name.replace("_orig_mod.", "")
+            for stored_name in candidates:
+                name = stored_name.replace("_orig_mod.", "")
                 if not name.startswith(prefix):
                     continue
                 name = name.removeprefix(prefix)
-                names[name] = full_name
-                # A tensor that is stored under its own name takes precedence over a base layer's.
+                names[name] = stored_name
+                # In a model with adapters, the weight has other names. A tensor that is stored
+                # under such a name itself takes precedence.
                 for expected_name in expected_by_plain_name.get(name, []):
-                    names.setdefault(expected_name, full_name)
+                    names.setdefault(expected_name, stored_name)
             fitting = len(names.keys() & expected)
             if fitting > most:
                 best, most = names, fitting
@@ -206,9 +213,9 @@ def optimizer_slots(
     # Settings are not saved: these are the constructor's arguments, including those of the parts
     # of an optimizer that is composed of several (`optimizers`).
     settings = set(GROUP_SETTINGS)
-    for one in (optimizer, *getattr(optimizer, "optimizers", ())):
-        # A class may only pass its arguments on to its base, as **kwargs.
-        for base in type(one).__mro__:
+    for part in (optimizer, *getattr(optimizer, "optimizers", ())):
+        # A class may take arguments of its base only as **kwargs, so look at all bases.
+        for base in type(part).__mro__:
             settings |= inspect.signature(base).parameters.keys()
     for index, group in enumerate(optimizer.param_groups):
         for key, value in group.items():
@@ -250,14 +257,15 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             if form not in zeros:
                 zeros[form] = torch.zeros_like(parameter)
             parameter.grad = zeros[form]
+    # A schedule-free optimizer, which has train() and eval(), only steps in training mode.
     schedule_free: Any = optimizer if hasattr(optimizer, "eval") else None
     if schedule_free is not None:
         schedule_free.train()
     optimizer.step()
     if schedule_free is not None:
         schedule_free.eval()
-    for group, before in zip(optimizer.param_groups, settings, strict=True):
-        group.update(before)
+    for group, old_settings in zip(optimizer.param_groups, settings, strict=True):
+        group.update(old_settings)
     optimizer.zero_grad(set_to_none=True)
 
 
@@ -270,15 +278,16 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
         tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
+        # NumPy has neither bfloat16 nor float8, which has one byte.
+        numpy_has_dtype = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
         # The minimum and the maximum are NaN if any element is.
-        numpy_knows_it = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
-        if tensor.device.type == "cpu" and numpy_knows_it:
+        if tensor.device.type == "cpu" and numpy_has_dtype:
             # NumPy uses one thread. A torch operator in the writer's thread would start a second
             # OpenMP thread pool.
             array = tensor.numpy()
             extremes = [float(array.min()), float(array.max())]
         else:
-            # There are no comparisons for float8.
+            # torch cannot compare float8.
             if tensor.itemsize == 1:
                 tensor = tensor.float()
             extremes = torch.stack(torch.aminmax(tensor)).tolist()
@@ -296,6 +305,7 @@ def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
                 f"{name} is not a tensor and cannot be saved: make it a buffer (register_buffer) "
                 "instead of get_extra_state()"
             )
+        # Such as [1000, 64, "float32"].
         result[name] = [*value.shape, str(value.dtype).removeprefix("torch.")]
     return result
 
@@ -303,7 +313,10 @@ def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
 def identity_differences(
     saved: Any, ours: dict[str, Any], there: str = "saved", here: str = "now"
 ) -> list[str]:
-    """Describe each field that differs, with both values; `saved` may be any JSON value."""
+    """Describe each field that differs, with both values; `saved` may be any JSON value.
+
+    `there` and `here` say where the values of `saved` and `ours` are from.
+    """
     differences: list[str] = []
     if not isinstance(saved, dict):
         saved = {}
@@ -312,14 +325,16 @@ def identity_differences(
         new = ours.get(field)
         if isinstance(old, dict) and isinstance(new, dict):
             # A dictionary can be large, such as that of all shapes: name only three differences.
-            keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-            for key in keys[:3]:
+            changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+            for key in changed[:3]:
                 values = f"{old.get(key)!a:.100} {there}, {new.get(key)} {here}"
                 differences.append(f"{field} {key!a:.100}: {values}")
-            if len(keys) > 3:
-                differences.append(f"{field}: {len(keys) - 3} more")
+            if len(changed) > 3:
+                differences.append(f"{field}: {len(changed) - 3} more")
         elif old != new:
-            differences.append(f"{ascii(field)[1:-1]:.100}: {old!a:.100} {there}, {new} {here}")
+            # `ascii` escapes control characters, and adds quotes.
+            name = ascii(field)[1:-1]
+            differences.append(f"{name:.100}: {old!a:.100} {there}, {new} {here}")
     return differences
 
 
@@ -337,6 +352,7 @@ def require_same_identity(identity: dict[str, Any], group: Group) -> None:
 
 def offer_weights(path: Any, differences: list[str]) -> str:
     """Return how another run can start from a checkpoint's weights; "" if parameters differ."""
+    # A difference begins with its field; "parameters" are the shapes and dtypes of the model.
     if any(difference.startswith("parameters") for difference in differences):
         return ""
     return f", which starts from these weights with --init-from {path}"

@@ -57,6 +57,7 @@ from .writer import write_tensors
 log = logging.getLogger(__name__)
 Weights = Literal["last", "ema"]
 Step = int | Literal["best"] | None
+# The suffixes of the files that `export` writes (program.py writes .pt2).
 FILES = (".pt", ".pth", SAFETENSORS)
 
 
@@ -88,6 +89,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     fills_empty_folder = not is_file and target.is_dir() and not os.listdir(target)
     if target.exists() and not fills_empty_folder:
         raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
+    # A folder named "hf", "model-hf" or the like is for transformers, and is not written here.
     is_for_transformers = re.fullmatch(r"(.*[-_.])?hf", target.name)
     # A suffix of letters means a file; run.v2 is the name of a directory.
     if not is_file and (target.suffix[1:].isalpha() or is_for_transformers):
@@ -150,12 +152,12 @@ def find_checkpoint(
         manifest, problems = verify(path, group)
         if not problems:
             if "base" in manifest:
-                # Most checkpoints have no base.
+                # Imported here, since few checkpoints have a base.
                 from .base import check_base
 
                 manifest = check_base(manifest, base, run_of(path), group)
             return path, manifest
-        # A run that is still training may just have pruned it.
+        # Without a warning if it is gone: a run that is still training may just have pruned it.
         if path.exists():
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
     raise UserError(_why_none_is_good(where, step, paths))
@@ -164,6 +166,7 @@ def find_checkpoint(
 def _why_none_is_good(where: Place, step: Step, tried: list[Place]) -> str:
     """Return why `find_checkpoint` found no good checkpoint, and what to do."""
     if tried == [where]:
+        # `where` is a checkpoint, not a run.
         return f"the checkpoint {where} is damaged: give another"
     names = [path.name.removeprefix("step_") for path in published(checkpoints_of(where))]
     if not names:
@@ -171,6 +174,7 @@ def _why_none_is_good(where: Place, step: Step, tried: list[Place]) -> str:
     steps = ", ".join(str(int(name)) for name in names)
     if step is None:
         return f"no checkpoint in {where} is good: those of steps {steps} are damaged"
+    # `step` may also be "best", so take the number from the one path that was tried.
     of_step = int(tried[0].name.removeprefix("step_"))
     return f"there is no good checkpoint of step {of_step} in {where}: there are steps {steps}"
 
@@ -189,6 +193,7 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
     if step is not None:
         return [directory / step_name(step)], True
     newest_first = published(directory)[::-1]
+    # A run has a status.json, even before its first checkpoint.
     if newest_first or (where / "status.json").exists():
         return newest_first, True
     if published(where):
@@ -210,7 +215,8 @@ def best_checkpoint(directory: Place) -> Place:
             scores[path] = read_manifest(path)["score"]
     best = best_by_validation(scores)
     if best is None:
-        # A score has a rule, such as "min validation_loss". That of the newest checkpoint decides.
+        # The message names the metric of the newest checkpoint, which is in the rule of its score,
+        # such as "min validation_loss".
         newest_rule = "min validation_loss"
         if scores:
             newest_rule, _ = list(scores.values())[-1]
@@ -234,10 +240,10 @@ def load_weights(
 ) -> str:
     """Load weights into a model from a run, checkpoint or file; return a summary line.
 
-    Collective; an error on any rank is raised on all. Tensors that only one side has are skipped
-    and listed, or an error when `strict`. `new` lists tensors or modules that keep their initial
-    values. `base` is as in `find_checkpoint`. Also raises UserError if a shape differs or no name
-    matches. After an error, the model may hold a part of the weights.
+    Collective; an error on any rank is raised on all. Tensors that only the model or only the
+    source has are skipped and listed, or an error when `strict`. `new` lists tensors or modules
+    that keep their initial values. `base` is as in `find_checkpoint`. Also raises UserError if a
+    shape differs or no name matches. After an error, the model may hold a part of the weights.
     """
     path, manifest = find_checkpoint(where, step, group, base)
     with group.together():
@@ -250,7 +256,7 @@ def load_weights(
                 source.forms = rename(source.forms)
         files = weight_files(source.path)
         if not files:
-            # A checkpoint: its files are not files of weights.
+            # A sharded checkpoint has no files of weights: use all files of its folder.
             files = sorted(file for file in source.path.iterdir() if file.is_file())
         content = fingerprint_files(source.path, files)
     # Ranks on several machines may read different copies.
@@ -265,7 +271,9 @@ def load_weights(
                 f"--init-new {each}: the model has no tensor or module of that name; "
                 "model.state_dict() has the names"
             )
-    saved = with_averages(weight_names(source.forms, ours), source, weights)
+    # Maps names in the model to the names of the stored tensors to load.
+    saved = weight_names(source.forms, ours)
+    saved = with_averages(saved, source, weights)
     common = [name for name in ours if name in saved and name not in left_new]
     for name in common:
         shape = source.forms[saved[name]].shape
@@ -280,7 +288,8 @@ def load_weights(
     missing = [name for name in _missing_names(model, set(common)) if name not in left_new]
     if missing:
         notes.append(f"not in the file, kept as initialized: {_listed(missing)}")
-    # A tensor may be used under another name, as with peft's adapters.
+    # A stored tensor may be in `saved` under several names, as with peft's adapters. It is unused
+    # only if the model has none of them.
     used = {saved[name] for name in ours if name in saved}
     unused = sorted(name for name in saved.keys() - ours.keys() if saved[name] not in used)
     if unused:
@@ -291,7 +300,7 @@ def load_weights(
     if left_new:
         notes.append(f"kept as initialized (--init-new): {', '.join(sorted(left_new))}")
     # One stored tensor may be loaded under several names, such as weights that a peft adapter
-    # copies.
+    # copies. It is read once, into the first of them, and copied from there.
     targets: Tensors = {}
     copies: list[str] = []
     for name in common:
@@ -341,10 +350,10 @@ def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
 
 
 def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:
-    """Return the stored names to load: those of the EMA if `weights` is "ema".
+    """Return `saved`, with the stored names of the EMA if `weights` is "ema".
 
-    A tensor without an average, such as a buffer, keeps its own name. Raises UserError if there are
-    no averages.
+    `saved` maps names in the model to stored names. The entry of a tensor without an average, such
+    as a buffer, stays as it is. Raises UserError if there are no averages.
     """
     if weights == "last":
         return saved
@@ -370,6 +379,7 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
     manifest.pop("base", None)
     note = {"manifest": manifest, "config": manifest["config"]}
     for name in ("config", "spec"):
+        # A `run` in an object store has no such file.
         file = Path(str(run)) / f"{name}.json"
         if file.exists():
             note[name] = read_json(file)
@@ -413,7 +423,7 @@ def read_state(
             f"{source.path} lacks tensors of the model ({', '.join(sorted(lost)[:3])}): give a "
             "--source with all of them"
         )
-    # The names of the tensors in the result, and in the source.
+    # Maps the names of tensors in the result to their names in the source.
     names: dict[str, str] = {}
     for name, stored_name in with_averages(stored, source, weights).items():
         names[f"{MODEL}{name}"] = stored_name
@@ -429,10 +439,11 @@ def read_state(
     result: Tensors = {}
     for name, stored_name in names.items():
         tensor = tensors[stored_name]
-        entry = parameters.get(name.removeprefix(MODEL))
-        if name.startswith(MODEL) and entry:
-            # The average of a weight in half precision is in float32.
-            tensor = tensor.to(getattr(torch, entry[-1]))
+        shape_and_dtype = parameters.get(name.removeprefix(MODEL))
+        if name.startswith(MODEL) and shape_and_dtype:
+            # The average of a weight in half precision is in float32: give it the weight's dtype.
+            dtype = shape_and_dtype[-1]
+            tensor = tensor.to(getattr(torch, dtype))
         result[name] = tensor
     return result
 
@@ -448,6 +459,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
     # These describe the files of the original; `publish` adds those of the new run.
     for name in ("files", "folder", "digest"):
         facts.pop(name, None)
+    # Without a config.json, a checkpoint of an earlier release may have no settings.
     config = dict(note["config"])
     if config:
         # The new run keeps its checkpoints on disk, and they contain all weights.
@@ -468,7 +480,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
             publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
             publisher.publish(step, write, facts)
         except BaseException:
-            # Half a run would pass for one that has not begun.
+            # Otherwise the part that was written would pass for a run that has not begun.
             for name in ("config.json", "spec.json"):
                 (run_dir / name).unlink(missing_ok=True)
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)

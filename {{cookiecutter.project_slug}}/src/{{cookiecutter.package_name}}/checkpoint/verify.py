@@ -45,24 +45,28 @@ def list_checkpoints(run_dir: Path) -> Listing:
             # If the path is gone, a run that is still training has just pruned it.
             any_damaged = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
+    # These were damaged, and a resume has renamed them.
     for name in damaged(directory):
         lines.append(f"{name}  set aside")
     for manifest in good.values():
         if "base" in manifest:
-            # If several checkpoints of a run have a base, its contents are the same.
             problem = _problem_of_base(manifest, run_dir)
-            any_damaged = any_damaged or bool(problem)
-            lines.append(problem or f"frozen weights  good  {manifest['base']['path']}")
+            if problem:
+                any_damaged = True
+                lines.append(problem)
+            else:
+                lines.append(f"frozen weights  good  {manifest['base']['path']}")
+            # All checkpoints of a run that have a base have the same one, so check it only once.
             break
     return Listing(lines, any_damaged)
 
 
 def _problem_of_base(manifest: dict[str, Any], run_dir: Path) -> str:
-    """Return the problem with the weights that a checkpoint leaves out, or ""."""
+    """Return a line for missing or changed weights that a checkpoint leaves out, or ""."""
     from .base import check_base
 
     try:
-        check_base(manifest, None, run_dir, Group())
+        check_base(manifest, given=None, run_dir=run_dir, group=Group())
     except UserError as error:
         return f"frozen weights  MISSING  {error}"
     return ""

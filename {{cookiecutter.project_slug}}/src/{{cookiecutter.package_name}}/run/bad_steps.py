@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer unless `bad` is set.
 
-    A fused optimizer decides on the device, with the flag that gradient scalers use. With any other
-    optimizer the host waits for the device.
+    A fused optimizer decides on the device, by `found_inf`, the flag that gradient scalers set.
+    With any other optimizer the host waits for the device.
     """
     if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
@@ -46,10 +46,12 @@ class RunningBuffers:
     saves, validation and recomputed activations do not change them.
     """
 
-    # Indices of the buffers that have differed between ranks; None before the first comparison.
+    # Indices of the buffers that have differed between ranks, set by `agree_on_buffers`; None
+    # before its first comparison.
     differing: set[int] | None = None
 
     def __init__(self, model: nn.Module) -> None:
+        # Only persistent buffers are in the state dict.
         saved = model.state_dict(keep_vars=True)
         # Buffers are stored as module and attribute, since a forward may assign a new tensor.
         self.slots: list[tuple[nn.Module, str]] = []
@@ -114,7 +116,7 @@ class BadSteps:
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Raise UserError at a bad step in "stop" mode, or after too many in a row."""
         if self.stop:
-            # At a log step the record has the count, and the state's is reset.
+            # At a log step the record has the count of skipped steps, and the state's is reset.
             skipped = int(state.bad_steps) if record is None else record["skipped_steps"]
             if skipped:
                 self._name_samples(state)
@@ -139,15 +141,17 @@ class BadSteps:
             )
 
     def _name_samples(self, state: "State") -> None:
+        """Raise UserError with the samples that made the last step bad; collective."""
         is_stream = state.loader.size is None
         if is_stream and self.group.size > 1:
             # The search gives samples to other ranks, but a rank has read only its own.
             cause = "its samples cannot be searched, since each rank reads its own part of a stream"
         else:
             log.info("step %d was not finite: searching its batch for bad samples", state.step)
+            # `state.step` counts the bad step already, so this is the index of its batch.
             ids = state.loader.source.order.ids(state.step - 1).tolist()
             if state.config.train.overfit:
-                # The loader has a subset, but the ids are those of the whole dataset.
+                # The loader reads a subset: convert its ids to those of the whole dataset.
                 subset = state.loader.source.dataset
                 ids = [subset.indices[index] for index in ids]
             with self.group.phase("search for bad samples"):
@@ -164,7 +168,7 @@ class BadSteps:
         """Return the indices in batch[low:high] of the samples that are bad by themselves."""
         world = state.world
         size = state.config.train.micro_batch_size
-        plan = micro_batches(high - low, size, world.rank, world.size, low)
+        plan = micro_batches(high - low, size, world.rank, world.size, first=low)
         # The loss is summed over all ranks, so all of them take the same branches.
         trial = try_step(self.train_step, state, state.step - 1, plan)
         if not trial.bad_steps:
@@ -203,5 +207,6 @@ def try_step(
         bad_steps=0,
     )
     train_step(trial, state.loader.of(step, plan))
+    # Undo what forward has written, also if the step was not bad.
     state.buffers.put_back(True)
     return trial

@@ -37,9 +37,11 @@ class Harmless:
     def __init__(self, callback: Any) -> None:
         self.callback = callback
         self.failed = False
+        # Exits the callback if it was entered.
         self.entered = contextlib.ExitStack()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
+        # AttributeError if the callback has no such method, so that `find_methods` leaves it out.
         method = getattr(self.callback, name)
 
         def call_if_enabled(*arguments: Any) -> None:

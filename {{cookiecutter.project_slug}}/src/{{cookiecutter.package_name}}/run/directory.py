@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
-# Settings that belong to one run, and are not taken over by another.
+# What status.json says of the start that trained.
+ORIGIN = {"ranks", "machine", "versions", "source"}
+# Settings that belong to one run, and are not taken over by another. "workflow" is a whole section.
 OF_ONE_RUN = (
     "name",
     "run_dir",
@@ -56,13 +58,15 @@ OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     """Return the saved settings of the run to resume, overridden by the command line.
 
-    `config` has the typed settings over the defaults; `read` reads the command line over other
-    ones. Raises UserError if the saved settings cannot be used.
+    `config` is the command line over the defaults; `read(saved)` reads the command line over saved
+    settings. Raises UserError if the saved settings cannot be used.
     """
     begun = any((config.directory / "checkpoints").glob("step_*"))
-    # Machines that share only a store may have different settings in their run directories.
     store = None
+    # Use the settings in the store if there are no checkpoints on this disk, or if the machines
+    # share only the store (`far`), since their run directories may have different settings.
     if config.checkpoint.far or not begun:
+        # Only projects with an object store have a `url`.
         store = getattr(config.checkpoint, "url", None)
     if config.fresh or not (begun or store):
         return config
@@ -70,6 +74,7 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     if store:
         where = store
         way_out = "give all settings with --config FILE.json"
+        # Outside of the `try` below, since an error of the store already says what to do.
         saved = config.checkpoint.saved_settings(config.name)
     elif (config.directory / "config.json").exists():
         where = config.directory / "config.json"
@@ -84,6 +89,8 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
             saved = read_json(where)
         taken: dict[str, Any] = {}
         not_taken = set(OF_ONE_START)
+        # The settings in a store have flat names, so this is false for them: a store must not
+        # choose the files that a run reads.
         if saved.get("checkpoint", {}).get("frozen") == "no":
             # A resume must read the weights that the checkpoints leave out.
             not_taken -= {"init_from", "init_new"}
@@ -110,7 +117,7 @@ def settings_in_checkpoints(directory: Path) -> dict[str, Any]:
 
 
 def _log_taken(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Log the settings that were taken from the run and differ from those before."""
+    """Log the saved settings that differ: `before` is without the saved ones, `after` with them."""
     texts: list[str] = []
     for name, value in after.items():
         # Another log line gives the number of steps.
@@ -120,7 +127,7 @@ def _log_taken(before: dict[str, Any], after: dict[str, Any]) -> None:
         log.info("using the saved settings of the run: %s", ", ".join(texts))
 
 
-# Locked while this process has a run.
+# Locked while a run is active in this process.
 _only_run = threading.Lock()
 
 
@@ -145,8 +152,8 @@ def lock_file(file: Any, used: Path) -> list[str]:
     """
     file.seek(0)
     owner, *lines = file.read().splitlines() or ["another process"]
-    # lockf takes a POSIX record lock. Unlike one of flock, forked loader workers do not inherit it;
-    # they would keep it after the trainer was killed.
+    # lockf takes a POSIX record lock, which forked loader workers do not inherit. They would
+    # inherit a lock of flock, and keep it after the trainer was killed.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -160,7 +167,7 @@ def lock_file(file: Any, used: Path) -> list[str]:
 
 def write_owner(file: Any, *lines: str) -> None:
     """Write into a locked file that this process owns it, followed by `lines`."""
-    # Not file.truncate: Python repeats os.ftruncate when a signal interrupts it.
+    # Python repeats os.ftruncate, but not file.truncate, when a signal interrupts it.
     os.ftruncate(file.fileno(), 0)
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     file.writelines(f"{line}\n" for line in (owner, *lines))
@@ -188,7 +195,7 @@ class RunDirectory:
         self.logs = contextlib.ExitStack()
         # The locked open file, on the rank that holds the lock.
         self.lock: Any = None
-        # The machine and the versions, for status.json.
+        # The values of ORIGIN.
         self.origin: dict[str, Any] = {}
         # Set from `begin` until the end of the run is recorded.
         self.running: Running | None = None
@@ -196,6 +203,7 @@ class RunDirectory:
     def __enter__(self) -> "RunDirectory":
         """Lock the directory; UserError when another run has it, or a rank does not see it."""
         group = self.group
+        # The names of the torchruns that started the ranks; [] without torchrun.
         launchers = [name for name in group.gather(launcher()) if name]
         with group.together():
             if group.is_first:
@@ -210,8 +218,10 @@ class RunDirectory:
         """Release the directory, and remove it if the run never began."""
         if error and self.running:
             self._record_error(error, self.running)
+        # This also writes the error to the log file.
         self.logs.__exit__(kind, error, *rest)
         if self.lock:
+            # A run that has begun has more files than these.
             with contextlib.suppress(OSError):
                 if set(os.listdir(self.path)) <= {".lock", LOGS}:
                     shutil.rmtree(self.path)
@@ -233,7 +243,8 @@ class RunDirectory:
         """Tell whether status.json says that the run finished at this step of `steps` steps."""
         expected = {"status": "finished", "step": step, "steps": steps}
         with contextlib.suppress(UserError):
-            return expected.items() <= read_json(self.path / "status.json").items()
+            recorded = read_json(self.path / "status.json")
+            return expected.items() <= recorded.items()
         return False
 
     def record_status(self, status: str, step: int, **details: Any) -> None:
@@ -246,6 +257,10 @@ class RunDirectory:
             recorded = read_json(self.path / "status.json")
             if (recorded.get("status"), recorded.get("step")) == (status, step):
                 return
+            # A start that finds nothing left to train does not call `begin`.
+            for name in ORIGIN - self.origin.keys():
+                if name in recorded:
+                    self.origin[name] = recorded[name]
         if self.group.rank == 0:
             try:
                 self._write_status(status, step=step, **details)
@@ -286,6 +301,7 @@ class RunDirectory:
             is_empty = set(os.listdir(self.path)) <= {".lock"}
             if self.fresh and not is_restart and not is_empty:
                 rename_directory(self.path, self._name_for_old_run())
+                # The locked file was renamed with the directory, so lock one in a new directory.
                 self.lock.close()
                 self._lock()
             write_owner(self.lock, *launchers)

@@ -16,7 +16,8 @@ from torch import nn
 
 from ..device import move
 
-# Dense bf16 peaks in TFLOP/s from the makers' data sheets, by a word in the device's name.
+# Dense bf16 peaks in TFLOP/s from the makers' data sheets, by a part of the device's name. The
+# first part that matches counts, so "H100 PCIe" comes before "H100".
 # fmt: off
 PEAK_BF16_TFLOPS = {
     "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
@@ -29,6 +30,7 @@ PEAK_BF16_TFLOPS = {
 def host_memory() -> int:
     """Return the resident bytes of this process and its loader workers, without mapped files."""
     memory = psutil.Process().memory_info()
+    # `shared` counts the pages of mapped files; only Linux has it.
     resident = memory.rss - getattr(memory, "shared", 0)
     # A forked worker shares most pages with this process; `uss` counts only its own.
     for worker in multiprocessing.active_children():
@@ -39,13 +41,14 @@ def host_memory() -> int:
 
 
 class GarbageCollection:
-    """Callback that collects garbage only at log lines, and never scans objects from before.
+    """Callback that collects garbage only at log lines, and skips objects from before its start.
 
     Python's automatic collection scans all objects at any moment. It stalls one rank, and so all
     ranks that wait for it.
     """
 
     def __enter__(self) -> None:
+        # The collector never frees frozen objects, so free the garbage among them first.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -110,9 +113,9 @@ def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
 def peak_flops(device: torch.device) -> float | None:
     """Return the peak bf16 FLOP/s of a CUDA device; None if its name is not in the table."""
     name = device_name(device)
-    for word, tflops in PEAK_BF16_TFLOPS.items():
+    for part, tflops in PEAK_BF16_TFLOPS.items():
         # Match whole words, since an RTX A1000 is not an A100.
-        if re.search(rf"\b{word}\b", name):
+        if re.search(rf"\b{part}\b", name):
             return 1e12 * tflops
     return None
 
@@ -133,6 +136,7 @@ def where_measured(device: torch.device) -> dict[str, Any]:
         "cores": usable_cores(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "platform": platform.platform(),
+        # The load average of the last minute.
         "load": round(os.getloadavg()[0], 1),
     }
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
@@ -156,18 +160,19 @@ def pin_to_numa_node(device: torch.device) -> None:
         return
     gpu: Any = torch.cuda.get_device_properties(device)
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        name = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
-        text = Path("/sys/bus/pci/devices", name, "local_cpulist").read_text("ascii")
-        near: set[int] = set()
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+        text = Path("/sys/bus/pci/devices", address, "local_cpulist").read_text("ascii")
+        near_cores: set[int] = set()
         # The text is like "0-3,8-11".
         for cores in text.split(","):
             first, _, last = cores.partition("-")
-            near |= set(range(int(first), int(last or first) + 1))
-        os.sched_setaffinity(0, near)
+            near_cores |= set(range(int(first), int(last or first) + 1))
+        os.sched_setaffinity(0, near_cores)
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use; a container may have fewer."""
+    """Return the number of cores that this process may use, at most those of the machine."""
+    # macOS does not have this function.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

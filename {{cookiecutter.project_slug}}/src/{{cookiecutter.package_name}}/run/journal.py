@@ -25,12 +25,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-# Names that the run itself writes to metrics.jsonl. Metrics of compute_loss must not use them.
+# Fields that the run itself writes to metrics.jsonl. Metrics of compute_loss must not use these
+# names, nor names that begin with ema_: validation_ema_x is the metric x with averaged weights.
 FIGURES = re.compile(
-    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time|"
-    "(step|data|checkpoint_blocked|checkpoint_buffers)_seconds|"
-    "(samples|tokens)_per_second|(host|staging|device_peak|device_reserved)_bytes|slowest_rank|"
-    "(slowest|median)_rank_seconds|(validation|ema|samples_of)_.*"
+    "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time"
+    "|(step|data|checkpoint_blocked|checkpoint_buffers)_seconds"
+    "|(samples|tokens)_per_second"
+    "|(host|staging|device_peak|device_reserved)_bytes"
+    "|slowest_rank|(slowest|median)_rank_seconds"
+    "|(validation|ema|samples_of)_.*"
 )
 
 
@@ -39,11 +42,13 @@ class Mark:
     """Totals at the last record; the next record reports the differences from them."""
 
     step: int
-    # The time of time.perf_counter(), then the seconds that training has waited for data, for
-    # saves, and for the allocation of host buffers for saves.
+    # A value of time.perf_counter(); set again where training continues after other work.
     clock: float
+    # The time that training has waited for data.
     data_seconds: float
+    # The time that training has waited for saves.
     blocked_seconds: float
+    # The time to allocate host buffers for saves.
     buffers_seconds: float
 
 
@@ -56,7 +61,7 @@ class Journal:
         self.first_step = state.step
         self.last_step = state.config.train.steps
         self.batch_size = state.config.train.global_batch_size
-        # The data's spec has it only if a sample is a sequence of tokens.
+        # The data's spec has this attribute only if a sample is a sequence of tokens.
         self.tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
         self.mark = Mark(
             step=state.step,
@@ -65,19 +70,20 @@ class Journal:
             blocked_seconds=0.0,
             buffers_seconds=0.0,
         )
-        # Validation metrics that were not finite, which a warning has named.
+        # Names of the validation metrics that a warning has reported as not finite.
         self.undefined: set[str] = set()
         # Lines that could not be written yet.
         self.unwritten = b""
 
     def begin(self, validation: dict[str, float]) -> None:
-        """Truncate the file to the step that the run starts from; collective.
+        """Truncate metrics.jsonl to the step that the run starts from; collective.
 
         Metrics in `validation` are added to the line of that step. Raises RankError on failure.
         """
         with self.group.together():
             if self.group.is_first:
                 self._cut(validation)
+        # Training starts here, so the start-up since `__init__` does not count as its time.
         self.mark.clock = time.perf_counter()
 
     def record(self, state: "State") -> dict[str, Any]:
@@ -114,7 +120,9 @@ class Journal:
             **loss_and_metrics,
             "step_seconds": seconds / steps,
             "samples_per_second": samples_per_second,
+            # Per step, like step_seconds.
             "data_seconds": (now.data_seconds - before.data_seconds) / steps,
+            # In total since the last record.
             "checkpoint_blocked_seconds": now.blocked_seconds - before.blocked_seconds,
             "checkpoint_buffers_seconds": now.buffers_seconds - before.buffers_seconds,
             "lr": state.optimizer.param_groups[0]["lr"],
@@ -122,8 +130,9 @@ class Journal:
             "skipped_steps": int(skipped),
             "time": time.time(),
         }
-        for name, count in state.loader.source.order.drawn(state.step).items():
-            record[f"samples_of_{name}"] = count
+        # Only a mixture counts the samples of each of its datasets.
+        for dataset, count in state.loader.source.order.drawn(state.step).items():
+            record[f"samples_of_{dataset}"] = count
         if self.tokens_per_sample:
             record["tokens_per_second"] = samples_per_second * self.tokens_per_sample
         if state.peak_flops and state.forward_flops:
@@ -145,9 +154,9 @@ class Journal:
         self._show_progress(record, state.metrics or ())
 
     def _cut(self, validation: dict[str, float]) -> None:
-        """Remove the lines after the first step, and add a validation to the line of that step."""
+        """Remove lines after `first_step`, and add a validation to the line of that step."""
         # A killed run may have written lines after its last checkpoint. A resume repeats those
-        # steps, so without this the file would have their lines twice.
+        # steps, so the file would have their lines twice. Unreadable lines are removed, too.
         kept: list[bytes] = []
         if self.path.is_file():
             with naming(self.path), open(self.path, "rb") as file:
@@ -162,6 +171,7 @@ class Journal:
 
     def _write(self, record: dict[str, Any]) -> None:
         """Append a line and earlier ones that failed; on an error, keep them for the next call."""
+        # Lines are left over only from a failed write, which has logged the warning below.
         has_warned = bool(self.unwritten)
         self.unwritten += as_line(record) + b"\n"
         try:
@@ -212,12 +222,12 @@ class Journal:
 def validation_figures(figures: dict[str, Any]) -> dict[str, float]:
     """Convert the metrics of a validation to floats named "validation_...".
 
-    Callbacks may have added some. Raises UserError for one that is not a number.
+    Callbacks may have added some of them. Raises UserError for a metric that is not a number.
     """
     recorded: dict[str, float] = {}
     for name, value in figures.items():
         try:
-            # float() would also accept a string of digits.
+            # float() would also accept a string of digits. The `except` below reports it.
             if not hasattr(value, "__float__"):
                 raise TypeError
             number = float(value)
@@ -225,7 +235,7 @@ def validation_figures(figures: dict[str, Any]) -> dict[str, float]:
             # Libraries raise their own errors, as torch does for a tensor of several elements.
             problem = f"the validation metric {name!a} is {value!r:.60}, which is not a number"
             raise UserError(f"{problem}: correct the callback that sets it") from None
-        # Without the prefix it could replace a training metric of the same name.
+        # Without the prefix, the metric of a callback could replace a training metric.
         recorded[f"validation_{name.removeprefix('validation_')}"] = number
     return recorded
 
@@ -238,6 +248,9 @@ def as_line(record: dict[str, Any]) -> bytes:
             continue
         try:
             is_finite = math.isfinite(value)
+        except OverflowError:
+            # An integer that is too large for a float; JSON has it.
+            is_finite = True
         except (TypeError, ValueError, RuntimeError):
             raise UserError(
                 f"{name} is not one number but {value!r:.80}: a callback may add numbers, text and "
@@ -245,11 +258,12 @@ def as_line(record: dict[str, Any]) -> bytes:
             ) from None
         if not is_finite:
             encodable[name] = None
+    # `default` converts what json does not know: tensors and NumPy's numbers.
     return json.dumps(encodable, default=float).encode()
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
-    """Yield the records of metrics.jsonl up to a step, without unreadable lines."""
+    """Yield the readable records of metrics.jsonl up to a step; none if the file is unreadable."""
     path = run_dir / METRICS
     with contextlib.suppress(OSError):
         # Opening a pipe of that name would wait for a writer.
@@ -297,7 +311,7 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
         step = record["step"]
-        # isinstance would accept `true`, which is an int in Python.
+        # isinstance would accept JSON's `true`, since bool is a subclass of int.
         if type(step) is int and 0 <= step <= last_step:
             return record
     return None
@@ -306,7 +320,8 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
 def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the names of a loss's metrics.
 
-    Raises UserError if they differ from those of the batch `before`, or if the run itself uses one.
+    `before` are the names in the previous batch, if there was one. Raises UserError if the names
+    differ from these, or if the run itself uses one of them (FIGURES).
     """
     names = tuple(loss.metrics)
     what = "the metrics of compute_loss (model.py)"
@@ -367,5 +382,5 @@ def _batch(state: "State") -> str:
     samples = state.loader.size
     if samples:
         epochs = drawn_in_all / samples
-        steps += f" ({epochs:,.2f} epochs)" if epochs > 1 else " (less than one epoch)"
+        steps += f" ({epochs:,.2f} epochs)" if epochs >= 1 else " (less than one epoch)"
     return f"{batch}; {steps}"

@@ -1,8 +1,8 @@
 """Log to the console and to files in a run's logs/.
 
-    console          everything from rank 0; errors from other ranks
-    train.log        rank 0; each start of the run appends to it
-    rank_<n>.log     each other rank: its log and everything else that it prints
+    console          rank 0: what it prints, and its log from INFO on; other ranks: only errors
+    train.log        rank 0: its whole log; each start of the run appends to it
+    rank_<n>.log     each other rank: its whole log, and everything else that it prints
 
 A rank's file also has the traceback of the error that ended it, or the stacks of a crash.
 """
@@ -22,9 +22,10 @@ from typing import Any, TextIO
 from ..errors import UserError, printable
 from ..files import naming, open_to_write
 
+# The logger of this package, and the logger to which Python's warnings go.
 PACKAGE = logging.getLogger(__name__.partition(".")[0])
 WARNINGS = logging.getLogger("py.warnings")
-# The `extra` of a log call that the console does not show.
+# Pass this as `extra` to a log call that the console must not show.
 ONLY_IN_FILES = {"only_in_files": True}
 
 
@@ -38,9 +39,16 @@ class Console(logging.Handler):
         """Print one record to the console."""
         if hasattr(record, "only_in_files"):
             return
-        text = self.format(record)
+        try:
+            text = self.format(record)
+        # As in logging's own handlers: an error in a log call, such as an argument of another type
+        # than its %d, must not end the run.
+        except Exception:
+            self.handleError(record)
+            return
         if record.levelno >= logging.WARNING:
             text = f"{record.levelname}: {text}"
+        # Python raises ValueError if the stream was closed in this process.
         with contextlib.suppress(OSError, ValueError):
             print(printable(text), file=self.stream or sys.stderr, flush=True)
 
@@ -83,7 +91,7 @@ def _without_os_errors(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_to_console() -> None:
-    """Show this package's log on the console: all records of rank 0, only errors of other ranks."""
+    """Show the package's log on the console: of rank 0 from INFO on, of other ranks only errors."""
     _open_standard_streams()
     make_lenient(sys.stderr)
     rank = int(os.environ.get("RANK", "0"))
@@ -93,6 +101,7 @@ def log_to_console() -> None:
     else:
         console = Console(logging.ERROR)
         console.setFormatter(logging.Formatter(f"[rank {rank}] %(message)s"))
+    # Replace the handlers, so that a second call does not show each record twice.
     PACKAGE.handlers[:] = [console]
     WARNINGS.handlers[:] = [console]
     # Log files get every record; the console filters by its own level.
@@ -103,14 +112,16 @@ def log_to_console() -> None:
 
 def _open_standard_streams() -> None:
     """Open stdin, stdout and stderr on /dev/null if the process was started without them."""
-    # A new file gets the lowest free descriptor. Otherwise a checkpoint could become descriptor 1,
-    # and libraries would print into it.
+    # A new file gets the lowest free descriptor. If descriptor 1 stayed free, a checkpoint could
+    # get it, and libraries would print into the checkpoint. So open /dev/null until the descriptors
+    # 0, 1 and 2 are taken.
     descriptor = os.open(os.devnull, os.O_RDWR)
     while descriptor < 3:
+        # Subprocesses inherit the standard streams.
         os.set_inheritable(descriptor, True)
         descriptor = os.open(os.devnull, os.O_RDWR)
     os.close(descriptor)
-    # In Python, a stream that was closed at the start is None.
+    # Python sets a stream to None if its descriptor was closed when the process started.
     if not sys.stdout:
         sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     if not sys.stderr:
@@ -121,8 +132,9 @@ def _open_standard_streams() -> None:
 def logging_in(folder: Path, group: Any) -> Iterator[None]:
     """Append the log to this rank's file in a folder, too.
 
-    After `log_to_console`, the file also gets the stacks of a crash and, except on rank 0,
-    everything that is printed. In a process of another program, these are left to that program.
+    If this process has called `log_to_console`, the file also gets the stacks of a crash and,
+    except on rank 0, everything that is printed. Otherwise the process belongs to another program,
+    which decides where its output goes.
     """
     folder.mkdir(parents=True, exist_ok=True)
     name = f"rank_{group.rank}.log" if group.rank else "train.log"
@@ -134,15 +146,16 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
         for logger in (PACKAGE, WARNINGS):
             logger.addHandler(handler)
             stack.callback(logger.removeHandler, handler)
-        stack.callback(PACKAGE.setLevel, PACKAGE.level)
+        level_before = PACKAGE.level
+        stack.callback(PACKAGE.setLevel, level_before)
         # Without a level, only warnings and errors would be logged.
-        if PACKAGE.level == logging.NOTSET:
+        if level_before == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
         console = _console()
         if console:
             faulthandler.enable(handler.stream)
             stack.callback(faulthandler.disable)
-            # Only projects for several ranks have this method, and ranks above 0.
+            # A Group for a single rank, which is 0, has no `printing_to`.
             if group.rank:
                 stack.enter_context(group.printing_to(handler.stream, console))
         where = f"{group.log_prefix()}process {os.getpid()} on {socket.gethostname()}"
@@ -163,7 +176,7 @@ def _console() -> Console | None:
 
 
 def _log_error(handler: logging.Handler, error: BaseException) -> None:
-    """Write the error that ends the run only to the file: the caller reports it on the console."""
+    """Write the error that ends the run to a log file; the caller reports it on the console."""
     if isinstance(error, UserError):
         text = str(error)
     else:

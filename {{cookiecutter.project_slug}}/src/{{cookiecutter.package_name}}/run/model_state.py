@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # Attributes that every torch module has.
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+# Types of values that are compared by content.
 PLAIN = (bool, int, float, str, np.generic)
 CONTAINERS = (list, tuple, deque, dict, set, frozenset)
-# Containers with more items, those nested more deeply, and larger arrays are compared by identity
-# and length (or shape) alone.
+# Containers with more items, those nested more deeply, and larger arrays are compared only by
+# identity and length (or shape).
 MOST_ITEMS = 1000
 MOST_NESTED = 2
 MOST_BYTES = 2**20
@@ -31,21 +32,27 @@ MOST_BYTES = 2**20
 
 def begin_training(model: nn.Module) -> None:
     """Put a new model into training mode, except modules that build_model put in eval mode."""
-    # Some libraries return the whole model in evaluation mode, which is not meant for training.
+    # If the model itself is in evaluation mode, its modules were not chosen one by one: some
+    # libraries return every model in this mode. Then all modules are put into training mode.
     in_evaluation: list[nn.Module] = []
     if model.training:
         in_evaluation = [module for module in model.modules() if not module.training]
-    # A model may override train() to keep a part in evaluation mode, so it has to be called.
+    # Call train() instead of setting the flags, since a model may override it to keep a part in
+    # evaluation mode.
     model.train()
     for module in in_evaluation:
         module.training = False
-    # A module in eval mode may be a frozen backbone, with fixed batch statistics and no dropout.
+    # Log the outermost modules in evaluation mode, such as a frozen backbone: they use fixed batch
+    # statistics and no dropout.
     kept: list[str] = []
     for name, module in model.named_modules():
-        inside_another = any(name.startswith(f"{outer}.") for outer in kept)
+        # The name of the model itself is "", and all others are inside it.
+        inside_another = "" in kept or any(name.startswith(f"{outer}.") for outer in kept)
         if not module.training and not inside_another:
             kept.append(name)
-    if kept:
+    if kept == [""]:
+        log.info("model.py keeps the whole model in evaluation mode")
+    elif kept:
         log.info("modules kept in evaluation mode by model.py: %s", ", ".join(kept))
 
 
@@ -69,7 +76,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 class ModelState:
     """Callback, called after yours, that finds state which other ranks or a resume would lose.
 
-    - UserError if a parameter was frozen, unfrozen or given to the optimizer during the run.
+    - UserError if parameters were added to or removed from the optimizer during the run.
+    - UserError if, with several ranks, a parameter was frozen or unfrozen during the run.
     - UserError if a buffer was None until the first step.
     - A warning if the first step has changed Python attributes of the model.
     """
@@ -102,8 +110,9 @@ class ModelState:
                 f"resume cannot repeat. {way_out}"
             )
         trained = self._trained_now()
-        # With one process this works, since the callback repeats it after a resume. With several
-        # ranks DDP and FSDP would not reduce these gradients.
+        # With one process, a callback may freeze and unfreeze parameters, since it repeats that
+        # after a resume. With several ranks, DDP and FSDP would not reduce the gradients of a
+        # parameter that was unfrozen.
         if trained != self.trained and state.world.size > 1:
             changed = zip(self.names, trained, self.trained, strict=True)
             name = next(name for name, now, before in changed if now != before)
@@ -128,7 +137,7 @@ class ModelState:
                     "a second buffer for whether it is set"
                 )
         changes = changed_attributes(self.attributes, python_attributes(state.model))
-        # They may hold tensors, whose memory is free from here on.
+        # The old values are not needed any more, and may hold tensors: free their memory.
         self.attributes.clear()
         if changes and state.world.rank == 0:
             log.warning(
@@ -151,14 +160,14 @@ def undefined_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A module's attribute at one time: what a warning shows of it, and what is compared."""
+    """A module's attribute at one moment: what a warning shows of it, and what is compared."""
 
     shown: str
     content: Any
 
 
 class Identity:
-    """Compares an object by its identity, and keeps it, so that no other object gets its id."""
+    """Compares an object by its identity; refers to it, so that no other object gets its id."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -170,6 +179,7 @@ class Identity:
         return id(self.value)
 
 
+# Stands for an attribute that did not exist.
 MISSING = Attribute("missing", None)
 
 
@@ -190,7 +200,7 @@ def python_attributes(model: nn.Module) -> dict[str, Attribute]:
 
     These are plain values, containers, arrays, and tensors that are not registered.
     """
-    buffers = {id(buffer) for buffer in model.buffers()}
+    buffer_ids = {id(buffer) for buffer in model.buffers()}
     attributes: dict[str, Attribute] = {}
     for path, module in model.named_modules():
         for name, value in vars(module).items():
@@ -198,13 +208,14 @@ def python_attributes(model: nn.Module) -> dict[str, Attribute]:
                 continue
             shown = _describe(value)
             if shown is not None:
-                content = _content(value, buffers)
+                content = _content(value, buffer_ids)
                 attributes[f"{path}.{name}".lstrip(".")] = Attribute(shown, content)
     return attributes
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
     """Tell whether torch's older weight norm, spectral norm or pruning computes this weight."""
+    # Weight norm computes `weight` from `weight_g`, and the others from `weight_orig`.
     return f"{name}_g" in module._parameters or f"{name}_orig" in module._parameters
 
 
@@ -226,10 +237,11 @@ def _content(value: Any, buffers: set[int], nested: int = 0) -> Any:
     if value is None or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        # The optimizer changes parameters, and checkpoints hold them and the buffers.
+        # Parameters and buffers may change, since checkpoints save them: all compare as equal.
         if isinstance(value, nn.Parameter) or id(value) in buffers:
             return "registered"
-        # Reading values would make the host wait for the device.
+        # Reading values would make the host wait for the device. `_version` counts the in-place
+        # changes of a tensor; inference tensors do not have it.
         version = 0 if value.is_inference() else value._version
         return Identity(value), version
     if isinstance(value, np.ndarray):
@@ -239,6 +251,7 @@ def _content(value: Any, buffers: set[int], nested: int = 0) -> Any:
     if isinstance(value, CONTAINERS):
         if nested == MOST_NESTED or len(value) > MOST_ITEMS:
             return Identity(value), len(value)
+        # For a dictionary, these are its keys.
         contents = [_content(item, buffers, nested + 1) for item in value]
         if isinstance(value, dict):
             contents += [_content(item, buffers, nested + 1) for item in value.values()]

@@ -1,5 +1,6 @@
 """Identify with git the version of your code that a run uses."""
 
+import contextlib
 import functools
 import hashlib
 import os
@@ -14,20 +15,23 @@ SECONDS = 10
 def code_version() -> dict[str, str]:
     """Return the commit of this package's repository, and a digest of uncommitted changes.
 
-    Returns {} without git or outside a repository. The digest covers the diff from the commit and
-    the content of untracked files that git does not ignore; without any, it is left out.
+    Returns {} without git or outside a repository. The digest covers the diff from the commit, and
+    the untracked files that git does not ignore. If there are no such changes, it is left out.
     """
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
         root = Path(os.fsdecode(git("rev-parse", "--show-toplevel").rstrip(b"\n")))
         changes = git("diff", "HEAD", "--binary")
+        # Git runs in this folder; ":/" is the root of the repository.
         new_files = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", ":/")
         digest = hashlib.sha256(changes)
         for name in sorted(new_files.split(b"\0")):
             digest.update(name)
             file = root / os.fsdecode(name)
-            if file.is_file() and file.stat().st_size < 2**20:
-                digest.update(file.read_bytes())
+            # Large files count only by name, to save time, and so do unreadable ones.
+            with contextlib.suppress(OSError):
+                if file.is_file() and file.stat().st_size < 2**20:
+                    digest.update(file.read_bytes())
     except (OSError, subprocess.SubprocessError):
         return {}
     version = {"commit": commit}

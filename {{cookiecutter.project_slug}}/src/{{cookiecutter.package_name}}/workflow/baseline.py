@@ -43,8 +43,10 @@ BATCHES = 8
 # Steps may wait for data for this fraction of their time, or for this many seconds each.
 DATA_WAIT_LIMIT = 0.05
 NEGLIGIBLE_WAIT = 1e-3
+# Advice for steps that wait longer.
 CHEAPER = "make __getitems__ cheaper"
-# Allowed relative differences of the first loss and of later ones, if kernels may sum in any order.
+# Allowed relative differences between two runs, of the first loss and of later ones, if kernels may
+# sum in any order.
 FIRST = 1e-5
 OTHERS = 1e-2
 
@@ -53,10 +55,11 @@ def measure(config: Config) -> int:
     """Run the stage; return 0 if all checks pass, else 1."""
     stage = Stage("baseline", config)
     state, steps = judge_steps(stage)
-    workers = max(2, 2 * config.train.loader_workers)
-    judge_waits(stage, steps, f"{CHEAPER}, or read ahead with --train.loader-workers {workers}")
+    more_workers = max(2, 2 * config.train.loader_workers)
+    advice = f"{CHEAPER}, or read ahead with --train.loader-workers {more_workers}"
+    judge_waits(stage, steps, advice)
     world = state.world
-    # No reference to the model may remain when the process group ends.
+    # The process group must outlive the model, so drop the last reference to the model.
     del state
     leave(world)
     return stage.close()
@@ -71,9 +74,11 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     world = join(config.parallel, config.device)
     print("     the first steps of the run, twice ...", flush=True)
     first = take_first_steps(set_up(config, world), WARMUP + MEASURED)
-    # Recomputed blocks are reference cycles, so only the garbage collector frees the first model.
+    # Blocks with activation checkpointing are in reference cycles, so only the garbage collector
+    # frees the first model.
     gc.collect()
     state = set_up(config, world)
+    # The first run may have taken fewer steps, to save time.
     second = take_first_steps(state, len(first.steps.losses))
     judge_sums(stage, state)
     on_cpu = world.device.type == "cpu"
@@ -95,7 +100,7 @@ def set_up(config: Config, world: World) -> State:
 
 @dataclass(frozen=True)
 class FirstSteps:
-    """The first steps of a run, and the mean loss over the first batches before and after them."""
+    """The first steps of a run, and the mean loss on its first batches before and after them."""
 
     steps: Steps
     loss_before: float
@@ -105,12 +110,14 @@ class FirstSteps:
 def take_first_steps(state: State, steps: int) -> FirstSteps:
     """Take the first steps of a run, fewer if they would take longer than about `SECONDS`.
 
-    Losses of different batches vary more than a few steps of training change. So the loss is also
-    measured on the same batches before and after.
+    `steps` includes the warm-up. The loss varies more from batch to batch than a few training steps
+    lower it. So it is also measured on the same batches before and after the steps.
     """
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
-    steps_in_time = int(SECONDS / max(1e-6, float(warmup.seconds[-1])))
+    step_seconds = max(1e-6, float(warmup.seconds[-1]))
+    steps_in_time = int(SECONDS / step_seconds)
+    # Take at least 8 steps, however slow they are.
     measured = record_steps(state, max(8, min(steps - WARMUP, steps_in_time)))
     after = loss_on_first_batches(state)
     state.loader.close()
@@ -118,14 +125,14 @@ def take_first_steps(state: State, steps: int) -> FirstSteps:
 
 
 def loss_on_first_batches(state: State) -> float:
-    """Return the mean loss over the first batches."""
+    """Return the mean loss over the first `BATCHES` global batches, without training on them."""
     slices: list[BatchSlice] = []
     for step in range(BATCHES):
         for micro_batch in state.plan:
             slices.append(BatchSlice(step, micro_batch.indices))
     with contextlib.closing(read_batches(state, slices)) as batches:
         sums = evaluate(state, batches).sums
-    # The first sum is the loss; its count follows it.
+    # Add up all batches. Of the remaining values, the first two are the loss and its count.
     total, count, *_ = sums.sum((0, 1)).tolist()
     return total / count
 
@@ -144,31 +151,31 @@ def judge_progress(stage: Stage, first: FirstSteps) -> None:
 
 def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     """Measure throughput, peak memory and MFU, and print them."""
-    seconds = spread(in_rounds(steps.seconds, state.config.train.loader_workers))
-    samples = state.config.train.global_batch_size / seconds["median"]
-    measured = f"{samples:,.1f} samples/s"
+    step_seconds = spread(in_rounds(steps.seconds, state.config.train.loader_workers))
+    samples_per_second = state.config.train.global_batch_size / step_seconds["median"]
+    measured = f"{samples_per_second:,.1f} samples/s"
     # Only the spec of a language model has tokens.
     tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
-    tokens = None
+    tokens_per_second = None
     if tokens_per_sample:
-        tokens = samples * tokens_per_sample
-        measured += f", {tokens:,.0f} tokens/s"
-    measured += f"; a step {describe(seconds)}"
+        tokens_per_second = samples_per_second * tokens_per_sample
+        measured += f", {tokens_per_second:,.0f} tokens/s"
+    measured += f"; a step {describe(step_seconds)}"
     stage.check("throughput", True, measured=measured, wanted="measured")
 
     memory = peak_memory(state.world.device)
     text = f"     peak memory {in_units(memory)}"
     mfu = None
     if state.peak_flops and state.forward_flops:
-        # Backward takes twice the FLOPs of forward.
-        mfu = 3 * state.forward_flops * samples / state.peak_flops
+        # `forward_flops` is for one sample, and backward takes twice as many.
+        mfu = 3 * state.forward_flops * samples_per_second / state.peak_flops
     if mfu:
         text += f", {mfu:.1%} of the device's peak FLOP/s (MFU)"
     print(text)
     stage.figures |= {
-        "step_seconds": seconds,
-        "samples_per_second": samples,
-        "tokens_per_second": tokens,
+        "step_seconds": step_seconds,
+        "samples_per_second": samples_per_second,
+        "tokens_per_second": tokens_per_second,
         "parameters": sum(parameter.numel() for parameter in state.model.parameters()),
         "peak_memory_bytes": memory,
         "mfu": mfu,
@@ -177,9 +184,9 @@ def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
 
 def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
     """Check that steps hardly wait for data."""
+    # Use means over all steps, not medians: loader workers deliver several batches at once, so most
+    # steps may not wait at all.
     wait = float(steps.waits.mean())
-    # Use the total over all steps: loader workers deliver several batches at once, so the median
-    # of the waits may be 0.
     fraction = wait / float(steps.seconds.mean())
     stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": fraction}
     measured = f"{fraction:.1%} of the time, {wait * 1e3:.2f} ms a step"
@@ -197,6 +204,7 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
     if differing:
         measured += f", by up to {relative.max():.0e} (relative)"
     advice = "look for randomness that does not depend on the seed, or state kept between runs"
+    # Kernels on a CPU are deterministic without this setting.
     if cpu or stage.config.train.deterministic:
         passed = differing == 0
         wanted = "none"
@@ -229,12 +237,13 @@ def judge_sums(stage: Stage, state: State) -> None:
     if comparison.is_random:
         wanted += f" plus 4 standard errors over {DRAWS} random draws"
     wrong = comparison.wrong
-    worst = wrong[0] if wrong else int(comparison.relative.argmax())
-    measured = comparison.describe(worst)
+    # Show the first sum that does not add up. If all do, show the one that differs most.
+    shown = wrong[0] if wrong else int(comparison.relative.argmax())
+    measured = comparison.describe(shown)
     passed = not wrong
     advice = ""
     if wrong:
-        advice = comparison.advice(worst)
+        advice = comparison.advice(shown)
     elif comparison.is_too_random:
         passed = None
         measured = f"too random to tell: {measured}"

@@ -37,8 +37,9 @@ class Stage:
         self.name = name
         self.config = config
         self.started = time.perf_counter()
-        # Now, since `setup` may restrict this process to the cores next to its GPU.
+        # Count the cores now: later, `setup` may pin this process to those next to its GPU.
         self.cores = usable_cores()
+        # Measured values by name, for the JSON file.
         self.figures: dict[str, Any] = {}
         self.checks: list[dict[str, str]] = []
         self.advice: list[str] = []
@@ -50,7 +51,8 @@ class Stage:
     ) -> None:
         """Add a check and print it.
 
-        `passed` is None if the check is not possible; then `measured` gives the reason.
+        `passed` is None if the check is not possible; then `measured` gives the reason. `advice`
+        is dropped if the check passes.
         """
         if passed is None:
             status = "not_measured"
@@ -85,6 +87,7 @@ class Stage:
         # JSON has no NaN or infinity; they become null.
         figures = json.loads(json.dumps(self.figures), parse_constant=null_of)
         facts = origin(self.config)
+        # `origin` counts only the cores to which this process is pinned by now.
         facts["machine"]["cores"] = self.cores
         content = {
             "stage": self.name,
@@ -103,7 +106,7 @@ class Stage:
 
 
 def null_of(constant: str) -> None:
-    """Return JSON's null for "NaN", "Infinity" and "-Infinity"."""
+    """Return None, which becomes JSON's null, for "NaN", "Infinity" and "-Infinity"."""
 
 
 def stage_file(run_dir: Path, name: str) -> Path:
@@ -115,6 +118,7 @@ def lock_stage(run_dir: Path, name: str) -> TextIO:
     """Lock a stage of a run until the returned file is closed; UserError if it is running."""
     file = stage_file(run_dir, name)
     file.parent.mkdir(parents=True, exist_ok=True)
+    # Mode "a+" does not truncate: if the lock is taken, the file names the process that has it.
     lock = open_to_write(file.with_name(f".{name}.lock"), "a+", errors="replace")
     lock_file(lock, file)
     write_owner(lock)
@@ -123,9 +127,10 @@ def lock_stage(run_dir: Path, name: str) -> TextIO:
 
 def origin(config: Config) -> dict[str, Any]:
     """Return the settings, code, machine and versions that a measurement depends on."""
-    root = Path(__file__).parents[1]
+    package = Path(__file__).parents[1]
     files: dict[str, bytes] = {}
-    for path in sorted(root.rglob("*.py")):
-        files[str(path.relative_to(root))] = path.read_bytes()
-    code = hashlib.sha256(repr(files).encode()).hexdigest()
-    return {"settings": to_json(config), "code": code, **where_measured(pick_device(config.device))}
+    for path in sorted(package.rglob("*.py")):
+        files[str(path.relative_to(package))] = path.read_bytes()
+    code_hash = hashlib.sha256(repr(files).encode()).hexdigest()
+    machine_and_versions = where_measured(pick_device(config.device))
+    return {"settings": to_json(config), "code": code_hash, **machine_and_versions}

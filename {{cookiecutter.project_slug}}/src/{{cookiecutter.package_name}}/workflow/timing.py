@@ -45,7 +45,7 @@ class Steps:
 
 
 def record_steps(state: State, steps: int) -> Steps:
-    """Take training steps, and wait for the device after each one."""
+    """Take training steps, wait for the device after each one, and measure it."""
     losses = np.zeros(steps)
     seconds = np.zeros(steps)
     waits = np.zeros(steps)
@@ -59,23 +59,25 @@ def record_steps(state: State, steps: int) -> Steps:
         synchronize(state.world.device)
         ended = time.perf_counter()
         seconds[i] = ended - started
+        # How long the host waited for the device.
         idle[i] = ended - issued
         waits[i] = state.loader.seconds - waited_before
         sums = torch.as_tensor(state.sums).tolist()
         losses[i] = means(sums, state.metrics or ())["loss"]
-        # The loop sums losses until a record is written. Reset the sums to get each step's loss.
+        # `train_step` adds to the sums, so reset them to get the loss of the next step alone.
         state.sums = 0.0
-    # In training the host would read the next batch while the device works, so subtract that time.
+    # In training, the host would not wait for the device but read the next batch in that time. So
+    # the wait for data would be hidden, in whole or in part.
     hidden = np.minimum(waits, idle)
     return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
 
 def in_rounds(seconds: np.ndarray, workers: int) -> np.ndarray:
-    """Return the mean step of each round of the loader workers.
+    """Return the mean seconds per step in each round of the loader workers.
 
-    Several workers deliver their batches in a burst, and then let one step wait for all of them. A
-    median over single steps would hide that wait. With fewer than two workers or rounds, returns
-    all steps.
+    A round has as many steps as there are workers. Several workers deliver their batches in a
+    burst, and then one step waits for the next burst. A median over single steps would hide that
+    wait. With fewer than two workers or rounds, the steps are returned as they are.
     """
     if workers < 2 or len(seconds) < 2 * workers:
         return seconds
@@ -90,7 +92,7 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def describe(seconds: dict[str, Any]) -> str:
-    """Format a spread of seconds in milliseconds."""
+    """Format the result of `spread` for times in seconds, in milliseconds."""
     median = 1e3 * seconds["median"]
     p10 = 1e3 * seconds["p10"]
     p90 = 1e3 * seconds["p90"]
@@ -100,20 +102,21 @@ def describe(seconds: dict[str, Any]) -> str:
 def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
     """Return the difference of each pair, relative to the larger magnitude.
 
-    It is 0 if both values are NaN, and infinite if only one is finite.
+    It is 0 if both values are NaN. Otherwise it is infinite if one of them is NaN or infinite.
     """
     a = np.array([*first], dtype=float)
     b = np.array([*second], dtype=float)
-    # NumPy would warn about inf - inf.
+    # NumPy would warn about inf - inf and inf / inf, which are NaN.
     with np.errstate(invalid="ignore"):
         magnitude = np.maximum(np.abs(a), np.abs(b))
+        # The lower bound avoids a division by 0.
         relative = np.abs(a - b) / np.maximum(magnitude, 1e-12)
     relative[np.isnan(a) & np.isnan(b)] = 0
     return np.nan_to_num(relative, nan=np.inf)
 
 
 def steps_of_run(config: Config) -> int:
-    """Return the number of steps of a run, which --train.epochs derives from its data."""
+    """Return the number of steps of a run; with --train.epochs it depends on the data."""
     if not config.train.epochs:
         return config.train.steps
     train, _, _ = load_datasets(config)
@@ -125,9 +128,11 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
+        # macOS counts bytes.
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    # Linux's `ru_maxrss` begins with the peak of the process that started this one.
+    # On Linux `ru_maxrss` begins with the peak of the process that started this one, so read the
+    # peak of the resident memory ("high water mark") from /proc.
     status = Path("/proc/self/status").read_text()
-    kilobytes = re.search(r"VmHWM:\s+(\d+) kB", status)
-    assert kilobytes
-    return 1024 * int(kilobytes[1])
+    match = re.search(r"VmHWM:\s+(\d+) kB", status)
+    assert match
+    return 1024 * int(match[1])
