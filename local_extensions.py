@@ -1,8 +1,8 @@
 """Jinja filters that check an answer, derive the next default, and quote for a file format.
 
-Cookiecutter loads this module by `_extensions` in cookiecutter.json, on every road to a render:
-with hooks or without, from the command line, its Python API or cruft. It runs in Cookiecutter's own
-interpreter, so it uses nothing but what Cookiecutter itself depends on.
+Cookiecutter loads this module through `_extensions` in cookiecutter.json whenever it generates a
+project: from the command line, from Python or by cruft, with or without hooks. The module runs in
+Cookiecutter's own interpreter, so it only imports packages that Cookiecutter itself requires.
 """
 
 from __future__ import annotations
@@ -25,28 +25,35 @@ from jinja2.ext import Extension
 from jinja2.runtime import Context
 from slugify import slugify
 
+# Most characters in a slug, and in the name of a package. With a longer name, import lines in the
+# tests of a project would exceed 100 characters, and the formatter would change them.
 SLUG_LIMIT = 40
-PACKAGE_LIMIT = 30  # with it, import lines of the rendered tests stay within the formatter's 100
+PACKAGE_LIMIT = 30
 
-# What free text cannot hold: line breaks and other control characters, bidirectional overrides
-# (text that reads differently from what it is), lone surrogates (not Unicode at all), and the marks
-# of Jinja, which Cookiecutter would run whenever it is handed the answer again, as by an update.
+# What free text cannot contain: line breaks and other control characters, bidirectional overrides
+# (which make text look different from what it is), lone surrogates (which cannot be encoded), and
+# the beginnings of Jinja's expressions, blocks and comments ("# {%" and "# {#" in this template).
+# Jinja would evaluate those when Cookiecutter gets the answer again, as in an update.
 _UNFIT = re.compile(
     "[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]" + r"|\{\{|# \{[%#]"
 )
 
+# Names that Windows reserves for devices, so that no file can have them.
 _WINDOWS = re.compile("con|prn|aux|nul|(com|lpt)[0-9]")
 
-# Names that a project must leave to others: as a slug one of them would replace a requirement or a
-# command, as a package it would hide a module. tests/template/test_answers.py derives these tuples
-# from renders and from torch, and compares.
-DEPENDENCIES = (  # what the pyproject.toml of some answers requires
+# Names that a project must not take: as a slug, such a name would replace a requirement or a
+# command; as a package, it would hide a module. tests/template/test_answers.py compares these
+# tuples with generated projects and with torch.
+
+# The packages that the pyproject.toml of some project requires.
+DEPENDENCIES = (
     *("alembic", "basedpyright", "fsspec", "jinja2", "matplotlib", "mlflow_skinny"),
     *("numpy", "pillow", "pre_commit", "pre_commit_hooks", "psutil", "pytest", "ruff"),
     *("s3fs", "safetensors", "scikit_learn"),
     *("setuptools", "sqlalchemy", "tensorboard", "tokenizers", "torch", "tqdm", "tyro", "wandb"),
 )
-PROVIDED = (  # modules and commands of these that have other names than their distributions
+# Modules and commands of these packages whose names differ from that of their package.
+PROVIDED = (
     *("basedpyright_langserver", "check_added_large_files", "check_ast", "check_builtin_literals"),
     *("check_case_conflict", "check_docstring_first", "check_executables_have_shebangs"),
     *("check_json", "check_merge_conflict", "check_shebang_scripts_are_executable"),
@@ -61,17 +68,23 @@ PROVIDED = (  # modules and commands of these that have other names than their d
     *("sklearn", "torchfrtrace", "torchgen", "torchrun", "wb"),
 )
 IMPORTED_BY_TORCH = ("filelock", "networkx", "sympy", "typing_extensions")
-COMMANDS = ("activate", "pip", "pip3", "python", "python3")  # of any virtual environment
+# Commands of every virtual environment.
+COMMANDS = ("activate", "pip", "pip3", "python", "python3")
 TAKEN = {*DEPENDENCIES, *PROVIDED, *IMPORTED_BY_TORCH, *COMMANDS}
 
-# `sys.stdlib_module_names` leaves out `test`, and cannot know the modules of a newer Python.
+# `sys.stdlib_module_names` lacks `test`, and the modules of Python versions newer than this one.
 _STDLIB = sys.stdlib_module_names | {"annotationlib", "compression", "profiling", "test"}
 
-# Folders and modules of the rendered tree, and folders that its .gitignore leaves out.
+# Folders and modules of a project, and folders that its .gitignore ignores.
 _TREE = {"build", "conftest", "dist", "env", "runs", "src", "tests", "venv"}
 
 
+# The functions named `…_problem` return what is wrong with an answer, as the end of a sentence that
+# begins with the answer; None if the answer can be used.
+
+
 def _line_problem(text: str, limit: int) -> str | None:
+    # Control characters, formatting characters and spaces show nothing.
     if all(unicodedata.category(char) in ("Cc", "Cf", "Zs") for char in text):
         return "is empty"
     if unfit := _UNFIT.search(text):
@@ -84,6 +97,7 @@ def _line_problem(text: str, limit: int) -> str | None:
 
 
 def _line(text: str, limit: int, fallback: str) -> str:
+    """Return the text without what `_line_problem` refuses, or the fallback if nothing is left."""
     line = " ".join(_UNFIT.sub(" ", text).split())[:limit].strip()
     return fallback if _line_problem(line, limit) else line
 
@@ -95,6 +109,7 @@ def _slug_problem(slug: str) -> str | None:
         return "must be made of a-z, 0-9, '-' and '_', with a letter or digit at both ends"
     if _WINDOWS.fullmatch(slug):
         return "is a name that Windows reserves"
+    # Package names that differ only in hyphens and underscores are the same. TAKEN has underscores.
     if re.sub("[-_]+", "_", slug) in TAKEN:
         return "is the name of something that the project installs"
     return None
@@ -117,13 +132,22 @@ def _package_problem(name: str) -> str | None:
 
 
 def _derive(text: str, separator: str, limit: int, problem: Callable[[str], str | None]) -> str:
-    """Return the first fit name made from the text; the last candidate is always fit."""
+    """Return the first name made from the text that has no problem; the last one never has any."""
     run = f"{separator}run"
-    # Entities stay text: some releases of slugify fail on one that names no character.
-    short, long = (
-        slugify(text, False, False, False, room, True, separator, save_order=True)
-        for room in (limit - len(run), limit)
+    make_slug = partial(
+        slugify,
+        # Do not decode HTML entities: some releases of slugify fail if one names no character.
+        entities=False,
+        decimal=False,
+        hexadecimal=False,
+        # Cut the text between words.
+        word_boundary=True,
+        save_order=True,
+        separator=separator,
     )
+    long = make_slug(text, max_length=limit)
+    # Leave room for `run`.
+    short = make_slug(text, max_length=limit - len(run))
     candidates = (long, short + run, f"run{separator}{short}", f"training{run}")
     return next(name for name in candidates if not problem(name))
 
@@ -131,7 +155,8 @@ def _derive(text: str, separator: str, limit: int, problem: Callable[[str], str 
 slug = partial(_derive, separator="-", limit=SLUG_LIMIT, problem=_slug_problem)
 package = partial(_derive, separator="_", limit=PACKAGE_LIMIT, problem=_package_problem)
 
-# For each answer: what is wrong with it, if anything, and what would do instead.
+# By question, for answers of free text: a function that returns what is wrong with an answer, and
+# one that makes an answer that can be used from it.
 _RULES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str]]] = {
     "project_name": (
         partial(_line_problem, limit=80),
@@ -147,52 +172,66 @@ _RULES: dict[str, tuple[Callable[[str], str | None], Callable[[str], str]]] = {
 
 
 def check(answer: object, key: str, answers: Mapping[str, object] | None = None) -> str:
-    """Return nothing for an answer fit for use, else stop with one line and a suggestion.
+    """Return "" if an answer can be used; otherwise raise a one-line error with a suggestion.
 
-    With the answers so far, the line ends with the command that keeps them.
+    `answers` are the answers so far, this one last. With them, the line ends with a corrected
+    command that keeps them.
     """
     find_problem, suggest = _RULES[key]
-    text = answer if isinstance(answer, str) else ""  # the Python API lets any object through
+    # Cookiecutter's Python API accepts any object as an answer.
+    text = answer if isinstance(answer, str) else ""
     if problem := find_problem(text):
-        shown = repr(answer)  # escapes what would break the line or the terminal
-        shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+        # `repr` escapes characters that would break the line or the terminal.
+        shown = repr(answer)
+        if len(shown) > 60:
+            shown = f"{shown[:57]}..."
         suggestion = suggest(text)
         line = f"{key} {shown} {problem}; try {suggestion!r}"
         command = corrected_command({**(answers or {}), key: suggestion})
-        raise click.ClickException(f"{line}, as in: {command}" if command else f"{line}.")
+        if command:
+            raise click.ClickException(f"{line}, as in: {command}")
+        raise click.ClickException(f"{line}.")
     return ""
 
 
 @pass_context
 def check_answer(context: Context, answer: object, key: str) -> str:
-    """Check an answer while Cookiecutter asks, when it knows the answers before this one."""
+    """Check an answer right after its question: the context has the answers so far."""
     return check(answer, key, context["cookiecutter"])
 
 
 def corrected_command(answers: Mapping[str, object]) -> str:
-    """Return the command that was typed, with these answers; "" if it was not typed at a shell."""
+    """Return the command that was typed, with these answers; "" if it was not typed in a shell.
+
+    The last one of the answers is the corrected one.
+    """
     program = sys.argv[0].replace(os.sep, "/")
+    # Cookiecutter may also run in another program, such as cruft.
     if not re.search(r"(^|/)cookiecutter(\.exe|/__main__\.py)?$", program):
         return ""
+    # The questions that were answered on the command line, as in `package_name=mine`.
     typed = {word.partition("=")[0] for word in sys.argv[1:] if "=" in word}
     words = ["cookiecutter"]
     for word in sys.argv[1:]:
         if word.partition("=")[0] not in answers:
             words.append(word)
-    wrong = list(answers)[-1]
+    corrected = list(answers)[-1]
     for key, answer in answers.items():
-        # Without prompts the other answers that were not typed are the template's own.
-        is_given = key in typed or key == wrong or "--no-input" not in words
+        # With --no-input, an answer that was not typed is a default, which need not be repeated.
+        is_given = key in typed or key == corrected or "--no-input" not in words
+        # Keys with an underscore are not questions.
         if is_given and not key.startswith("_"):
             words.append(f"{key}={answer}")
     command = shlex.join(words)
+    # A typed word may contain characters that would break the line or the terminal.
     return command if command.isprintable() else ""
 
 
 def toml(text: str) -> str:
     """Quote as a basic string of TOML, which is also a double-quoted scalar of YAML, and JSON.
 
-    JSON's escapes are valid in all. Left to escape is what JSON may hold raw and the others not.
+    JSON's escapes are valid in all three formats. But JSON allows some characters without an escape
+    that TOML or YAML does not allow, so these are escaped, too.
     """
     return re.sub(
         "[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]",
@@ -204,7 +243,8 @@ def toml(text: str) -> str:
 def py(text: str) -> str:
     """Quote as a string of Python in ASCII, with the quotes that the formatter prefers.
 
-    Not as it is, since linters refuse letters that look like others, such as Cyrillic ones.
+    Other letters are escaped, since linters refuse those that look like ASCII letters, such as
+    Cyrillic ones.
     """
     quote = "'" if text.count('"') > text.count("'") else '"'
     escaped = text.encode("unicode_escape").decode().replace(quote, f"\\{quote}")
@@ -212,27 +252,29 @@ def py(text: str) -> str:
 
 
 def md(text: str) -> str:
-    """Escape for a line of Markdown or HTML, by entities, which both of them read.
+    """Escape a line for Markdown and HTML, with HTML entities, which both formats accept.
 
-    Besides the marks of either it covers what at the start of a line opens a list or underlines a
-    heading, and what GitHub makes of `:name:`, `@name` and `$`.
+    This covers the special characters of both, characters that open a list or underline a heading
+    at the start of a line, and GitHub's `:name:`, `@name` and `$`.
     """
+    # The alternatives are special characters, the start of a line, and a number such as "1.".
     marks = r"""[]["#$&*:<>@\\_`{|}~]|^[-+=]|(?<=\d)[.)](?=\s|$)"""
     return re.sub(marks, lambda mark: f"&#{ord(mark[0])};", text)
 
 
 class Filters(Extension):
-    """All of the above, as filters of the template."""
+    """Makes the functions above filters of the template."""
 
     def __init__(self, environment: Environment) -> None:
-        """Register them, and have the next environment load this file anew.
+        """Register the filters, and let the next environment load this file again.
 
-        `cruft update` renders the older and the newer version of the template in one process, from
-        the same path. The newer must get its own filters: not those in memory, nor the bytecode,
-        which Python takes for fresh when size and second of change are the same.
+        `cruft update` generates the project with the older and the newer version of the template,
+        in one process and from the same path. The newer version must not get the older filters:
+        neither from the loaded module, nor from its bytecode, which Python uses while the size of
+        the file and the second of its last change are the same.
         """
         super().__init__(environment)
-        # Not from the context: a replayed one holds the version that it was made with.
+        # Do not take the version from the context, since a replay has that of the older project.
         with open(os.path.join(os.path.dirname(__file__), "cookiecutter.json"), "rb") as file:
             environment.globals["template_version"] = json.load(file)["_template_version"]
         sys.modules.pop(__name__, None)

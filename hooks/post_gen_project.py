@@ -1,4 +1,4 @@
-"""Say what to do next. Nothing in the rendered project depends on this having run."""
+"""Print what to do next. A generated project is complete without this hook."""
 
 import contextlib
 import json
@@ -7,7 +7,8 @@ import shlex
 import sys
 import tempfile
 
-# JSON in a raw string: no answer can end the literal, whatever quotes it holds.
+# Cookiecutter inserts the answers as JSON. In JSON there is a backslash before each quote of an
+# answer, so no answer can end this raw string.
 ANSWERS = json.loads(r"""{{ cookiecutter | tojson }}""")
 
 TEXT = f"""
@@ -21,12 +22,13 @@ TEXT = f"""
 README.md in that folder has the rest.
 """
 
-# `cruft` (it adds `_commit`) updates by way of renders in temporary folders, which nobody goes to.
+# To update a project, cruft generates it in a temporary folder, TMPDIR/FOLDER/SLUG, which it then
+# removes: print nothing there. cruft adds `_commit` to the answers.
 PASSING = os.path.realpath(tempfile.gettempdir()) == os.path.dirname(os.path.dirname(os.getcwd()))
 if "_commit" in ANSWERS and PASSING:
     sys.exit()
 
-# A hook that fails makes Cookiecutter delete the project. So: no character that the terminal cannot
-# show is an error, nor is a pipe that nobody reads (which `print` would also report at exit).
+# If a hook fails, Cookiecutter deletes the project. So a character that the terminal cannot show is
+# replaced, and a pipe that nobody reads is not an error. `print` would report that pipe at exit.
 with contextlib.suppress(OSError):
     os.write(1, TEXT.encode(getattr(sys.stdout, "encoding", "ascii"), errors="replace"))

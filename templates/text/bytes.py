@@ -22,12 +22,12 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """Return the settings of token files unchanged, and "", since their encoding is unknown."""
+    """Return the settings unchanged and, as the encoding of the token files, "" for unknown."""
     return data, ""
 
 
 def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
-    """Return the fingerprint of the data, which `TextConfig` does not change."""
+    """Return the fingerprint of the data unchanged, since `TextConfig` has no settings."""
     return spec.fingerprint
 
 
@@ -37,6 +37,7 @@ def encode(text: str, spec: "Spec") -> list[int]:
     Raises UserError if the text cannot be converted.
     """
     if spec.encoding == "bytes":
+        # A model needs at least one token, so an empty text becomes a line break.
         return list(encode_bytes(text) or b"\n")
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
@@ -55,7 +56,7 @@ def encode_bytes(text: str) -> bytes:
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """Yield the UTF-8 text of each token; for token files, the tokens as numbers."""
+    """Yield the byte of each token; for token files, its number and a space."""
     for token in tokens:
         if spec.encoding == "bytes":
             yield bytes([token])

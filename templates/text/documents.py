@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .gpt import GPT, Attention
+
+# `as` exports a name again: other modules import it from this one.
 from .gpt import PRESETS as PRESETS
 from .gpt import ModelConfig as ModelConfig
 from .gpt import blocks as blocks
@@ -41,22 +43,25 @@ class NamedGPT(GPT):
     def to_transformers(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
         """Return the config.json and the weights for transformers."""
         vocabulary, width = self.embedding.weight.shape
-        first: Any = next(iter(blocks(self)))
+        # The rotary table is [2, context, features of a head / 2].
+        context = self.get_buffer("table").shape[1]
+        first_block: Any = next(iter(blocks(self)))
         settings = {
             "architectures": ["ArceeForCausalLM"],
             "model_type": "arcee",
             "dtype": "float32",
             "vocab_size": vocabulary,
             "hidden_size": width,
-            "intermediate_size": first.up.out_features,
+            "intermediate_size": first_block.up.out_features,
             "hidden_act": "relu2",
             "num_hidden_layers": len(self.blocks),
-            "num_attention_heads": first.attention.heads,
-            "num_key_value_heads": first.attention.heads,
-            "max_position_embeddings": self.get_buffer("table").shape[1],
+            "num_attention_heads": first_block.attention.heads,
+            "num_key_value_heads": first_block.attention.heads,
+            "max_position_embeddings": context,
             # transformers 4 reads this setting, transformers 5 the next one.
             "rope_theta": 10_000.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
+            # The default of nn.RMSNorm, in float32.
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "tie_word_embeddings": True,
             "bos_token_id": None,
@@ -64,31 +69,37 @@ class NamedGPT(GPT):
         weights: dict[str, Tensor] = {}
         for name, value in self.state_dict().items():
             words = [NAMES.get(word, word) for word in name.split(".")]
-            path = ".".join(["model", *words])
-            if "qkv" in path:
+            new_name = ".".join(["model", *words])
+            if "qkv" in new_name:
                 for letter, matrix in zip("qkv", value.chunk(3), strict=True):
-                    weights[path.replace("qkv", f"{letter}_proj")] = matrix
+                    weights[new_name.replace("qkv", f"{letter}_proj")] = matrix
             else:
-                weights[path] = value
+                weights[new_name] = value
         return settings, weights
 
     @staticmethod
     def from_transformers(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Rename transformers' weights for this model; other tensors keep their names."""
         embedding = tensors.get("model.embed_tokens.weight")
+        # Without a tensor of this name, the tensors are not from transformers.
         if embedding is None:
             return tensors
-        back = {theirs.rpartition(".")[2]: ours for ours, theirs in NAMES.items()}
+        # The names are translated word by word, so "mlp.up_proj" counts as "up_proj".
+        translations: dict[str, str] = {}
+        for own_name, their_name in NAMES.items():
+            translations[their_name.rpartition(".")[2]] = own_name
         renamed: dict[str, Tensor] = {}
         for name, value in tensors.items():
-            # Here the output layer is tied to the embedding; a file may store both.
+            # Here the output layer shares the weights of the embedding. A file may store both.
             if name == "lm_head.weight" and torch.equal(value, embedding):
                 continue
-            words = [back.get(word, word) for word in name.split(".")]
+            words = [translations.get(word, word) for word in name.split(".")]
+            # This model has no modules of these names around its own.
             words = [word for word in words if word not in ("model", "mlp")]
             if "q_proj" in words:
                 k = tensors[name.replace("q_proj", "k_proj")]
                 v = tensors[name.replace("q_proj", "v_proj")]
+                # The last two words are "q_proj" and "weight".
                 words[-2] = "qkv"
                 renamed[".".join(words)] = torch.cat([value, k, v])
             # `k_proj` and `v_proj` were handled together with `q_proj`.
@@ -105,15 +116,17 @@ def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = Non
     positions are relative, so a document need not begin at position 0.
     """
     ends = (tokens == end_of_text).long()
-    # The end token belongs to the document that it ends.
+    # The number of each token's document. The end token belongs to the document that it ends.
     documents = ends.cumsum(1) - ends
     if not tokens.is_cuda or create_block_mask is None:
-        return (documents[:, None, :, None] == documents[:, None, None, :]).tril()
+        same_document = documents[:, None, :, None] == documents[:, None, None, :]
+        return same_document.tril()
 
     def visible(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (query >= key) & (documents[row, query] == documents[row, key])
 
     rows, time = tokens.shape
+    # `None` in place of a number of heads: all heads share the mask.
     return create_block_mask(visible, rows, None, time, time, tokens.device)
 
 
@@ -122,9 +135,10 @@ class MaskedAttention(Attention):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        # Imported here, since it imports torch's compiler.
+        # Imported here, since `flex_attention` imports torch's compiler, which is slow.
         from torch.nn.attention.flex_attention import flex_attention
 
+        # Uncompiled, it would store the attention scores of all pairs of tokens.
         self.flex_attention = torch.compile(flex_attention)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
@@ -156,7 +170,8 @@ class DocumentGPT(NamedGPT):
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute logits [batch, time, vocabulary] of tokens [batch, time], or the summed loss."""
         x = self.embedding(tokens)
-        # Generation uses no block mask, since kernels would be compiled for each length of text.
+        # Without targets, as in generation, use a dense mask. With a block mask, kernels would be
+        # compiled for each length of text.
         create_block_mask = None
         if targets is not None:
             create_block_mask = self.create_block_mask

@@ -54,6 +54,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     """
     target = options.to
     source = options.source or run_dir
+    # Names such as model_hf and model.hf count, too.
     if not re.fullmatch(r"(.*[-_.])?hf", target.name):
         if options.merge:
             raise UserError(f"--merge needs a directory named hf or …-hf as --to, not {target}")
@@ -61,6 +62,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     if target.exists():
         raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
     path, manifest = transfer.find_checkpoint(source, options.step, base=options.base)
+    # A file of weights has the manifest {}, and a checkpoint without its run has no config.json.
     if "step" not in manifest or not (source / "config.json").exists():
         raise UserError(
             f"{source} is not a run directory, but the export needs the settings of a run: give "
@@ -75,10 +77,10 @@ def export(run_dir: Path, options: ExportConfig) -> str:
                 f"--merge: the model ({type(model).__name__}) is not a PeftModel: leave --merge out"
             )
         model = model.merge_and_unload()
-    # With a peft adapter, `save_pretrained` writes only the adapter.
+    # An adapter of peft that was not merged. Its `save_pretrained` writes only the adapter.
     is_adapter = hasattr(model, "merge_and_unload")
-    has_own_way = hasattr(model, "to_transformers") and not is_adapter
-    if not has_own_way and not hasattr(model, "save_pretrained"):
+    uses_to_transformers = hasattr(model, "to_transformers") and not is_adapter
+    if not uses_to_transformers and not hasattr(model, "save_pretrained"):
         raise UserError(
             f"{type(model).__name__} (model.py) has neither `to_transformers` nor "
             "`save_pretrained`: add a method `to_transformers` that returns the config.json and "
@@ -88,14 +90,14 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     temporary = target.with_name(f".{target.name}-{uuid.uuid4().hex[:8]}")
     try:
         temporary.mkdir(parents=True)
-        if has_own_way:
+        if uses_to_transformers:
             settings, weights = model.to_transformers()
             write_weights(temporary, weights)
             write_json(temporary / "config.json", {**settings, "eos_token_id": text.end})
             write_json(temporary / "generation_config.json", {"eos_token_id": text.end})
         else:
             model.save_pretrained(temporary)
-        # Your own data may use a tokenizer of transformers.
+        # The spec of your own data may have a tokenizer of transformers, which this method saves.
         if hasattr(spec, "save_tokenizer"):
             spec.save_tokenizer(temporary)
             has_tokenizer = True
@@ -117,8 +119,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
         raise UserError(f"{target} cannot be written: {error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    without = "" if has_tokenizer else "; no tokenizer, since the data has none"
-    return f"{target}: step {manifest['step']} from {path} for transformers{without}"
+    remark = "" if has_tokenizer else "; no tokenizer, since the data has none"
+    return f"{target}: step {manifest['step']} from {path} for transformers{remark}"
 
 
 @dataclass(frozen=True)
@@ -138,11 +140,13 @@ class Text:
 
 def text_of(config: Config, spec: Spec) -> Text:
     """Collect facts about the text; your own data may lack them, except for the fingerprint."""
-    # These are names in the template's own data.py.
+    # Your own data.py may not have these two names.
     encoding = getattr(spec, "encoding", None)
     context = getattr(config.data, "context", None)
     if encoding is None or context is None:
         return Text(spec.fingerprint, context=context)
+    # The token that ends a document is unknown for .bin files without a tokens.json, unless
+    # --data.end-of-text gives it.
     end = None
     with contextlib.suppress(UserError):
         end = end_of_text(config.data, spec)
@@ -160,21 +164,24 @@ def text_of(config: Config, spec: Spec) -> Text:
 
 def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     """Write model.safetensors or, above `LARGEST` bytes, several files and their index."""
+    # transformers refuses a file without this metadata.
+    file_metadata = {"format": "pt"}
     shards: list[dict[str, Tensor]] = [{}]
     shard_size = 0
     for name, value in weights.items():
+        # A shard has at least one tensor, however large.
         if shards[-1] and shard_size + value.nbytes > LARGEST:
             shards.append({})
             shard_size = 0
         shards[-1][name] = value
         shard_size += value.nbytes
     if len(shards) == 1:
-        replace_file(folder / "model.safetensors", save(weights, {"format": "pt"}))
+        replace_file(folder / "model.safetensors", save(weights, file_metadata))
         return
     file_of: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        replace_file(folder / file, save(shard, {"format": "pt"}))
+        replace_file(folder / file, save(shard, file_metadata))
         for name in shard:
             file_of[name] = file
     total_size = sum(value.nbytes for value in weights.values())
@@ -192,6 +199,7 @@ def write_tokenizer(folder: Path, text: Text) -> bool:
         "model_max_length": text.context,
         "clean_up_tokenization_spaces": False,
     }
+    # For bytes the end is the zero byte, which is an ordinary token and not a special one.
     if text.end is not None and not text.is_bytes:
         settings["eos_token"] = text.tokenizer.id_to_token(text.end)
     replace_file(folder / "tokenizer.json", text.tokenizer.to_str(pretty=True))
@@ -229,17 +237,17 @@ def model_card(
     license_name = project_license()
     if license_name is not None:
         lines.append(f"license: {license_name.lower()}")
-    size = sum(parameter.numel() for parameter in model.parameters())
-    size_of_text = ""
+    parameter_count = sum(parameter.numel() for parameter in model.parameters())
+    about_text = ""
     if text.vocabulary:
         unit = "bytes" if text.is_bytes else "tokens"
-        size_of_text = f" over {text.vocabulary:,} {unit}, with a context of {text.context}"
+        about_text = f" over {text.vocabulary:,} {unit}, with a context of {text.context}"
     lines += [
         "---",
         "",
         f"# {config.name}",
         "",
-        f"A language model of {size:,} parameters{size_of_text}:",
+        f"A language model of {parameter_count:,} parameters{about_text}:",
         f"{origin}.",
     ]
     if text.separate_documents:
@@ -268,10 +276,12 @@ def model_card(
 
 def project_license() -> str | None:
     """Read the licence from pyproject.toml; None in an installed package, which lacks the file."""
+    # This file is src/PACKAGE/huggingface.py in the project.
     path = Path(__file__).parents[2] / "pyproject.toml"
     if not path.exists():
         return None
     project = tomllib.loads(path.read_text("utf-8")).get("project", {})
+    # In an older pyproject.toml this may be a table instead of a name.
     license_name = project.get("license")
     return license_name if isinstance(license_name, str) else None
 

@@ -1,6 +1,7 @@
 # Suffixes of files with JSON lines. Files such as x.json and x.jsonl.txt may have them, too.
 LINES = (".jsonl", ".ndjson")
-# Maximum bytes of a line to read when detecting the format, since a JSON list may be one long line.
+# Maximum bytes of a line to read when detecting the format (64 MiB), since a file with a JSON list
+# may be one long line.
 LONGEST_LINE = 1 << 26
 
 
@@ -21,14 +22,15 @@ def has_json_lines(path: Path, field: str) -> bool:
     if not is_json(path):
         return False
     with open(path, "rb") as file:
-        start = file.read(1 << 20).removeprefix(codecs.BOM_UTF8)
+        first_megabyte = file.read(1 << 20).removeprefix(codecs.BOM_UTF8)
         file.seek(0)
         first = next_object(file)
         second = next_object(file)
-    # A single object in one line may be any JSON file, unless it has the field.
+    # A file with a single object may be any JSON file, so the object must have the field.
     if first is not None and (second is not None or field in first):
         return True
-    if re.match(rb"\s*\[\s*\{", start) and json.dumps(field).encode() in start:
+    is_list_of_objects = re.match(rb"\s*\[\s*\{", first_megabyte) is not None
+    if is_list_of_objects and json.dumps(field).encode() in first_megabyte:
         raise UserError(
             f"{path} is one JSON list, not JSON lines: convert it with "
             f"jq -c '.[]' {path.name} > {path.stem}.jsonl"
@@ -38,6 +40,7 @@ def has_json_lines(path: Path, field: str) -> bool:
 
 def next_object(file: BinaryIO) -> dict[str, Any] | None:
     """Parse the next non-empty line as a JSON object; None if it is not one."""
+    # Skip empty lines. At the end of the file `readline` returns b"", which is not JSON.
     line = b"\n"
     while line and not line.strip():
         line = file.readline(LONGEST_LINE)
@@ -63,6 +66,8 @@ def texts_in(file: BinaryIO, field: str, stop: int) -> Iterator[bytes]:
         try:
             # JSON can contain half a surrogate pair, which UTF-8 cannot; it becomes "?".
             text = json.loads(line)[field].encode(errors="replace")
+        # The line is not JSON, lacks the field, is not an object, has no text in the field, or is
+        # nested too deeply.
         except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
             where = f"{file.name}, the line at byte {offset:,}"
             raise UserError(f"{where}: expected a JSON object with text in {field!r}") from None

@@ -7,16 +7,16 @@ SPLIT_NAMES = {"tra": "train", "val": "val", "tes": "test"}
 def splits_of(names: Sequence[Path]) -> list[str]:
     """Return "train", "val" or "test" for each file, by the first component of its path.
 
-    Examples: valid/a.txt, wiki.test.txt. Any other name means "train". If not both training and
-    validation files are named, all are "".
+    Examples: valid/a.txt, wiki.test.txt. Any other name means "train". If no file is named for
+    training, or none for validation, return "" for all files: the caller splits them.
     """
     splits: list[str] = []
     for name in names:
-        first = name.as_posix().partition("/")[0]
-        match = SPLIT.search(first)
+        first_component = name.as_posix().partition("/")[0]
+        match = SPLIT.search(first_component)
         splits.append(SPLIT_NAMES[match[0][:3].lower()] if match else "")
     if not ("train" in splits and "val" in splits):
         return [""] * len(splits)
-    tests = [name for name, split in zip(names, splits, strict=True) if split == "test"]
-    warn_left_out(tests, "test files")
+    test_files = [name for name, split in zip(names, splits, strict=True) if split == "test"]
+    warn_left_out(test_files, "test files")
     return [split or "train" for split in splits]

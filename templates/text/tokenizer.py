@@ -41,7 +41,10 @@ def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
     Returns the settings and the encoding: a digest of the tokenizer and the token that ends a
     document, or "" without a tokens.json.
     """
-    path = (folder if folder.is_dir() else folder.parent) / "tokens.json"
+    # `folder` is --data.path, which may also be a single .bin file.
+    if not folder.is_dir():
+        folder = folder.parent
+    path = folder / "tokens.json"
     if not path.exists():
         return data, ""
     note = read_json(path)
@@ -61,6 +64,7 @@ def end_of_text(config: TextConfig, spec: "Spec") -> int:
     """Return the token that ends a document; UserError if it is unknown."""
     end = config.end_of_text
     if spec.encoding == "bytes":
+        # data.py joins the documents with zero bytes.
         end = 0
     elif spec.encoding:
         end = read_json(spec.folder / "tokens.json").get("end_of_text")
@@ -85,6 +89,7 @@ def encode(text: str, spec: "Spec") -> list[int]:
     Raises UserError if the text cannot be converted.
     """
     if spec.encoding == "bytes":
+        # A model needs at least one token, so an empty text becomes a line break.
         return list(encode_bytes(text) or b"\n")
     tokenizer = tokenizer_of(spec)
     if tokenizer:
@@ -93,7 +98,8 @@ def encode(text: str, spec: "Spec") -> list[int]:
         # Invalid bytes become U+FFFD, as in files that `tokens` reads.
         readable = encode_bytes(text).decode(errors="replace")
         tokens = tokenizer.encode(readable, add_special_tokens=False).ids
-        # A model needs at least one token.
+        # A model needs at least one token: without any, use the one that ends a document. With a
+        # tokenizer, tokens.json has that token, so the settings do not matter.
         return tokens or [end_of_text(TextConfig(), spec)]
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
@@ -112,7 +118,7 @@ def encode_bytes(text: str) -> bytes:
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """Yield the UTF-8 text of each token; without a tokenizer, the tokens as numbers."""
+    """Yield the bytes of each token; without a tokenizer, its number and a space."""
     if spec.encoding == "bytes":
         for token in tokens:
             yield bytes([token])
@@ -135,7 +141,9 @@ def tokenizer_of(spec: "Spec") -> Tokenizer | None:
         return None
     path = spec.folder / NAME
     tokenizer = read_tokenizer(path)
-    if digest_of(tokenizer) != spec.encoding.split()[0]:
+    # The encoding begins with the digest of the tokenizer (see `described`).
+    digest = spec.encoding.split()[0]
+    if digest_of(tokenizer) != digest:
         raise UserError(
             f"{path} is not the tokenizer that made the tokens in its folder: restore the original"
         )
@@ -149,7 +157,8 @@ def read_tokenizer(path: Path) -> Tokenizer:
     # The package raises plain exceptions.
     except Exception as error:
         raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
-    # transformers may have saved these. They would cut each document, or fill it up with padding.
+    # transformers may have saved settings of truncation and padding in the file. They would cut
+    # each document, or fill it up.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

@@ -46,7 +46,8 @@ from .text import (
 )
 
 log = logging.getLogger(__name__)
-# Minimum bytes of text in a shard; with much text, a shard is a thousandth of it.
+# Minimum bytes of text in a shard (64 MiB). With much text, a shard is a thousandth of it.
+# Files with JSON lines are read in pieces of this size.
 SHARD = 1 << 26
 # Bytes of text to train a tokenizer on.
 SAMPLE = 100_000_000
@@ -84,12 +85,13 @@ class TokensConfig:
 
 
 class Piece(NamedTuple):
-    """A text file, or the JSON lines that begin in a range of its bytes."""
+    """A whole text file, or the JSON lines of a file that begin in a range of its bytes."""
 
     path: Path
+    # The first byte of the range, and the byte after its last one.
     start: int
     stop: int
-    # Whether it is for validation; None if it has JSON lines and a hash of each text decides.
+    # Whether the piece is for validation; None for JSON lines if a hash of each text decides.
     validation: bool | None
     # Whether each line is a document.
     has_json_lines: bool = False
@@ -128,6 +130,7 @@ def write_tokens(options: TokensConfig) -> str:
     # Everything that the tokens depend on: only a command with the same plan may continue.
     plan = {
         "text": fingerprint_files(root, files, options.field, options.end_of_text),
+        # The given tokenizer, or the vocabulary size of the one to train on this text.
         "made_by": digest_of(given) if given else options.vocabulary,
     }
     partial.mkdir(parents=True, exist_ok=True)
@@ -142,11 +145,14 @@ def write_tokens(options: TokensConfig) -> str:
             with replacing(partial / NAME) as temporary:
                 tokenizer = given or train_tokenizer(pieces, options)
                 tokenizer.save(str(temporary))
+            # The content of tokens.json: the plan, the number of finished shards, and counts of
+            # documents, bytes of text, and tokens for training and validation.
             note = plan | dict.fromkeys(("shards", "documents", "bytes", "train", "val"), 0)
         note = encode_all(partial, pieces, options, note)
         sync_directory(partial)
         partial.rename(folder)
         sync_directory(folder.resolve().parent)
+    # The lock file was renamed with its folder.
     (folder / "lock").unlink()
     return (
         f"{note['train']:,} training and {note['val']:,} validation tokens, vocabulary "
@@ -163,6 +169,7 @@ def read_progress(partial: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
     if not (partial / "tokens.json").exists():
         return None
     note = read_json(partial / "tokens.json")
+    # tokens.json has the plan, and more.
     if not note.items() >= plan.items():
         raise UserError(f"{partial} was started with other text or settings: remove it")
     return note
@@ -182,23 +189,25 @@ def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
         if split == "test":
             continue
         size = path.stat().st_size
-        is_lines = has_json_lines(path, field)
-        if is_json(path) and not is_lines:
+        are_lines = has_json_lines(path, field)
+        if is_json(path) and not are_lines:
             json_as_text.append(path)
         if split:
             validation = split == "val"
-        elif is_lines:
+        elif are_lines:
+            # A hash of each text decides, in `read_chunks`.
             validation = None
         else:
-            # The first file is always for training, so that there is training data. The bytes of
-            # names are hashed, since a name need not be UTF-8.
-            hashed = zlib.crc32(os.fsencode(name.as_posix())) % VALIDATE_ONE_IN == 0
-            validation = bool(pieces) and hashed
-        # A text file is one document and therefore one piece.
-        step = SHARD if is_lines else max(size, 1)
-        for start in range(0, size, step):
-            stop = min(start + step, size)
-            pieces.append(Piece(path, start, stop, validation, is_lines))
+            # The bytes of a name are hashed, since it need not be UTF-8.
+            hash_of_name = zlib.crc32(os.fsencode(name.as_posix()))
+            # The first file is always for training, so that there is training data.
+            validation = bool(pieces) and hash_of_name % VALIDATE_ONE_IN == 0
+        # A text file is one document and therefore one piece. An empty file has no piece, but
+        # `range` does not accept a step of 0.
+        piece_size = SHARD if are_lines else max(size, 1)
+        for start in range(0, size, piece_size):
+            stop = min(start + piece_size, size)
+            pieces.append(Piece(path, start, stop, validation, are_lines))
     warn_of_json_as_text(json_as_text)
     if not pieces:
         raise UserError(f"--text {text} has no text: give a folder of UTF-8 files or JSON lines")
@@ -221,6 +230,7 @@ def text_files(text: Path) -> list[Path]:
         check_regular([path])
         with open(path, "rb") as file:
             beginning = file.read(1 << 20)
+        # A NUL byte near the start means a binary file, as in git.
         if b"\0" in beginning[:8192]:
             left_out.append(path)
             continue
@@ -256,6 +266,7 @@ def train_tokenizer(pieces: list[Piece], options: TokensConfig) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=options.vocabulary,
         special_tokens=[options.end_of_text],
+        # Every byte is a token, so that any text can be encoded.
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -267,8 +278,9 @@ def sample(pieces: list[Piece], field: str) -> Iterator[str]:
     """Yield about SAMPLE bytes of text, spread over all pieces in proportion to their sizes."""
     total = sum(piece.stop - piece.start for piece in pieces)
     fraction = min(1.0, SAMPLE / total)
-    # How much of the text so far is still to be taken. A large piece is read in part. Of many small
-    # ones, some are read whole, and then it is negative until the next one is due.
+    # The bytes of text to take from the pieces up to this one, less those already taken. A chunk
+    # may take more than that. Then `due` is negative, and pieces are skipped until the sum of their
+    # shares is positive again.
     due = 0.0
     for piece in pieces:
         due += fraction * (piece.stop - piece.start)
@@ -276,7 +288,7 @@ def sample(pieces: list[Piece], field: str) -> Iterator[str]:
             continue
         for chunk in read_chunks(piece, field):
             yield chunk.text
-            due -= len(chunk.text)
+            due -= len(chunk.text.encode(errors="replace"))
             if due <= 0:
                 break
 
@@ -285,7 +297,9 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
     """Read the documents of a piece, about a megabyte at a time; UserError for a bad JSON line."""
     with open(piece.path, "rb") as file:
         if piece.has_json_lines:
-            # A line that began in the previous piece belongs to it.
+            # A line that began in the previous piece belongs to that piece, so skip the rest of it.
+            # Start one byte early: if that byte is a line break, a line begins exactly at
+            # `piece.start`, and must not be skipped.
             if piece.start:
                 file.seek(piece.start - 1)
                 file.readline()
@@ -301,7 +315,9 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
             content = file.read(1 << 20) + file.readline(1 << 16)
             if not content:
                 break
+            # Only pieces of JSON lines have None in place of a bool.
             yield Chunk(bool(piece.validation), decoder.decode(content), last=False)
+        # The end of the document, and U+FFFD if its last character is incomplete.
         yield Chunk(bool(piece.validation), decoder.decode(b"", final=True), last=True)
 
 
@@ -311,11 +327,13 @@ def encode_all(
     """Encode the shards that are not in `note` yet; return the content of tokens.json."""
     sizes = [piece.stop - piece.start for piece in pieces]
     shard_size = max(SHARD, sum(sizes) // 1000)
-    # A piece belongs to the shard of its first byte.
-    shards = (np.cumsum([0, *sizes[:-1]]) // shard_size).tolist()
+    # A piece belongs to the shard of its first byte, counted over all pieces.
+    first_bytes = np.cumsum([0, *sizes[:-1]])
+    shard_of_piece = (first_bytes // shard_size).tolist()
     tokenizer = read_tokenizer(folder / NAME)
     # Special tokens written in the text are encoded as ordinary text.
     tokenizer.encode_special_tokens = True
+    # The ids of a given tokenizer may have gaps, so its number of tokens may be too small.
     vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     note |= {
         "vocabulary": vocabulary,
@@ -324,14 +342,16 @@ def encode_all(
         "tokenizer": digest_of(tokenizer),
     }
     with tqdm(total=sum(sizes), unit="B", unit_scale=True) as bar:
-        for shard in range(shards[-1] + 1):
-            own = [piece for piece, n in zip(pieces, shards, strict=True) if n == shard]
-            if own and shard >= note["shards"]:
-                counts = encode(folder, shard, own, tokenizer, options.field, note)
+        for shard in range(shard_of_piece[-1] + 1):
+            in_shard = [p for p, n in zip(pieces, shard_of_piece, strict=True) if n == shard]
+            # After a text file that is larger than a shard, numbers have no pieces. Shards below
+            # note["shards"] were written before an interruption.
+            if in_shard and shard >= note["shards"]:
+                counts = encode(folder, shard, in_shard, tokenizer, options.field, note)
                 for name, count in counts.items():
                     note[name] += count
                 write_json(folder / "tokens.json", note | {"shards": shard + 1})
-            bar.update(sum(piece.stop - piece.start for piece in own))
+            bar.update(sum(piece.stop - piece.start for piece in in_shard))
     return note
 
 
@@ -362,6 +382,7 @@ def encode(
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
+    # A shard may have no tokens for validation, for example, and data.py refuses an empty file.
     for name, path in paths.items():
         if not counts[name]:
             path.unlink()

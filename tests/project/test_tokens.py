@@ -298,6 +298,8 @@ def test_the_sample_for_a_tokenizer_is_of_all_text(
     for name, texts in {
         "large": ["licence\n", "word\n" * 100_000],
         "small": [f"{number:03} \n" * 10 for number in range(300)],
+        # In UTF-8 twice as many bytes as characters.
+        "cyrillic": [f"{number:03} я\n" * 10 for number in range(300)],
         "little": ["ä\n" * 100, "b\n" * 100],
     }.items():
         folder = tmp_path / name
@@ -310,8 +312,9 @@ def test_the_sample_for_a_tokenizer_is_of_all_text(
         if name == "large":
             # A text is read a megabyte at a time.
             assert sampled.startswith("licence") and sampled.count("word") == 100_000
-        elif name == "small":
-            files = {int(line) for line in sampled.split()}
+        elif name in ("small", "cyrillic"):
+            files = {int(word) for word in sampled.split() if word != "я"}
+            assert 1000 <= len(sampled.encode()) < 1100
             assert 15 <= len(files) <= 25 and min(files) < 30 and max(files) > 270
         else:
             assert sampled == "".join(texts)

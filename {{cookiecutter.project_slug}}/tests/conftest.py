@@ -18,12 +18,16 @@ from {{ cookiecutter.package_name }}.config import override
 from {{ cookiecutter.package_name }}.model import compute_loss
 from {{ cookiecutter.package_name }}.train import State, run
 
-# Each run collects garbage first. Freeze imported modules once, to keep that fast in all tests.
+# Each run collects garbage before it starts. That is fast here, since the garbage collector skips
+# frozen objects, as are all imported modules from now on. Each run also calls `gc.freeze` and, at
+# its end, `gc.unfreeze`, which must not undo that: both do nothing in the tests.
 gc.freeze()
 gc.freeze = gc.unfreeze = lambda: None
 # Steps are so small that several threads would only wait for each other.
 torch.set_num_threads(1)
-# Settings of all runs in these tests, which override the preset `tiny`.
+# Settings of all runs in these tests. They override the preset `tiny`, since the tests rely on
+# these numbers even if you change the preset. A step has two micro-batches, so gradients are
+# accumulated. The last batch of a validation is incomplete: 12 samples are a batch of 8 and 4 more.
 RUN = {
     "train.steps": 20,
     "train.global_batch_size": 8,
@@ -43,8 +47,9 @@ SETTINGS: dict[str, Any] = {}
 def tiny(run_dir: Path, **changes: Any) -> config.Config:
     """Return the tiny preset with RUN and SETTINGS on the CPU, and changes like train__steps=7."""
     named = {name.replace("__", "."): value for name, value in changes.items()}
-    quiet = {"run_dir": run_dir, "device": "cpu", "track": False}
-    return override(config.preset("tiny"), RUN | SETTINGS | quiet | named)
+    fixed = {"run_dir": run_dir, "device": "cpu", "track": False}
+    # Later settings override earlier ones.
+    return override(config.preset("tiny"), RUN | SETTINGS | fixed | named)
 
 
 def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:
@@ -55,7 +60,7 @@ def losses(run_dir: Path, name: str = "loss") -> dict[int, float]:
 
 
 def train(settings: config.Config, at: int = 0) -> dict[str, torch.Tensor]:
-    """Run to the end in this process; return the weights at a step (default: the last)."""
+    """Run to the end in this process; return the weights after step `at` (0: the last step)."""
     weights: dict[str, torch.Tensor] = {}
 
     def keep(state: State, record: dict | None) -> None:
@@ -72,7 +77,7 @@ def after_step(call: Callable[[State, dict | None], None]) -> SimpleNamespace:
 
 
 def same(weights: dict[str, Any], others: dict[str, Any], near: float = 0) -> None:
-    """Assert that names and values are equal, or differ at most by `near`."""
+    """Assert that names and values are equal; values may differ by `near` * (1 + 10 * |value|)."""
     torch.testing.assert_close(weights, others, atol=near, rtol=10 * near)
 
 
@@ -101,12 +106,14 @@ def read(dataset: Any, ids: list[int]) -> Any:
 
 
 class Recorder:
-    """The first samples of a dataset; records the ids that are read, and the model's mode."""
+    """The first samples of a dataset; records the ids that are read, and the model's modes."""
 
     def __init__(self, dataset: Any, count: int, model: torch.nn.Module) -> None:
         self.dataset, self.count, self.model = dataset, min(count, len(dataset)), model
         self.ids: list[int] = []
+        # At each read: whether the model is in training mode, and whether gradients are computed.
         self.in_training: set[bool] = set()
+        # The loader looks for this method, so have it only if the dataset has it.
         if hasattr(dataset, "collate"):
             self.collate = dataset.collate
 
@@ -140,14 +147,16 @@ def digest(value: Any) -> bytes:
 
 def loss_draws(state: State, training: bool) -> bool:
     """Tell, by trying, whether the loss draws random numbers in training or in evaluation mode."""
+    # The first micro-batch of step 0. The loader does not advance.
     (batch, *_) = state.loader.of(0, state.plan)
+    # Modes and buffers are restored below, so that this trial changes nothing.
     modes = {module: module.training for module in state.model.modules()}
     state.buffers.keep()
     state.model.train(training)
     before = random_state()
     first = compute_loss(state.model, batch).total
     drawn = random_state() != before
-    # If the model has its own generator, only the loss shows it.
+    # A model may draw from its own generator. Then `random_state` is equal, but the losses are not.
     drawn = drawn or not torch.equal(compute_loss(state.model, batch).total, first)
     state.buffers.put_back(True)
     for module, mode in modes.items():
@@ -156,7 +165,7 @@ def loss_draws(state: State, training: bool) -> bool:
 
 
 def has_first_batches(state: State) -> bool:
-    """Tell whether a batch has the keys of the template's own data."""
+    """Tell whether a batch has the keys of the data.py that the project was created with."""
     batch = state.loader.of(0, state.plan)[0]
     return isinstance(batch, dict) and batch.keys() == FIRST_BATCH
 

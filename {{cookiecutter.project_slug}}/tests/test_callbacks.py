@@ -11,6 +11,7 @@ from {{ cookiecutter.package_name }}.train import State, run
 
 
 def test_callbacks_are_called_and_left_out_if_harmless(tmp_path, monkeypatch, caplog) -> None:
+    """An error disables a callback that is `harmless`, and ends the run otherwise."""
     calls = []
 
     class Recorder:
@@ -34,18 +35,24 @@ def test_callbacks_are_called_and_left_out_if_harmless(tmp_path, monkeypatch, ca
 
     monkeypatch.setattr(callbacks, "callbacks", lambda config, run_dir: [Recorder()])
     result = run(tiny(tmp_path, train__steps=4, train__log_every=2, train__validate_every=3))
+    # `before_step` is called with the number of completed steps. Step 2 has a record, since it is
+    # logged. After step 3 the validation comes before `after_step`, and its error disables the
+    # callback, so no more calls follow, except for the exit.
     steps = ["before 0", "after 1 False", "before 1", "after 2 True", "before 2"]
-    # The error at step 3 disables the callback.
     assert calls == ["enter", *steps, "exit"]
     assert result.status == "finished" and "on purpose" in caplog.text
+    # The lines are of steps 2, 3 and 4. The metric that was set before the error is in the second.
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line).get("validation_extra") for line in lines] == [None, 7.0, None]
     Recorder.harmless = False
+    # The run resumes from step 4, and raises the error in the validation at step 6.
     with pytest.raises(RuntimeError, match="on purpose"):
         run(tiny(tmp_path, train__steps=9, train__validate_every=6))
 
 
 def test_the_state_of_a_callback_is_resumed(tmp_path: Path) -> None:
+    """A callback that counts steps has 6 at the first end, and counts 3 more after the resume."""
+
     class Counter:
         count = 0
 
@@ -65,11 +72,14 @@ def test_the_state_of_a_callback_is_resumed(tmp_path: Path) -> None:
 
 
 def test_a_callback_can_finish_a_run(tmp_path: Path) -> None:
+    """The run ends soon after the request, and the same command does not continue it."""
+
     def finish(state: State, record: dict | None) -> None:
         if state.step == 3:
             state.finish("good enough")
 
     result = run(tiny(tmp_path), [after_step(finish)])
+    # The ranks agree on the request of step 3 before they end the run, which takes a step or two.
     assert result.status == "finished" and 3 <= result.step <= 5
     assert json.loads((tmp_path / "status.json").read_text())["reason"] == "good enough"
     assert run(tiny(tmp_path)).status == "already finished"

@@ -30,7 +30,10 @@ def state() -> State:
 
 
 def ends_and_some(size: int, count: int) -> list[int]:
-    """Return `count` ids, or all: the first ones, the last ones, and random ones."""
+    """Return about `count` ids, or all: the first ones, the last ones, and random ones.
+
+    The ends are always included, since data is often split there.
+    """
     if size <= count:
         return list(range(size))
     third = count // 3
@@ -39,7 +42,7 @@ def ends_and_some(size: int, count: int) -> list[int]:
 
 
 def digests(dataset: Any, ids: list[int]) -> list[bytes]:
-    """Return digests of samples, read one by one, for at most `PATIENCE` seconds."""
+    """Return digests of samples, read one by one; stop after `PATIENCE` seconds."""
     result: list[bytes] = []
     began = time.monotonic()
     for i in ids:
@@ -50,6 +53,7 @@ def digests(dataset: Any, ids: list[int]) -> list[bytes]:
 
 
 def test_no_sample_is_both_trained_on_and_validated(state: State) -> None:
+    """Look for up to 150 validation samples among up to 3000 training samples."""
     training = state.loader.source.dataset
     if not hasattr(training, "__len__"):
         pytest.skip("not applicable: a stream has no number of samples")
@@ -57,10 +61,11 @@ def test_no_sample_is_both_trained_on_and_validated(state: State) -> None:
         pytest.skip("not applicable: samples draw random numbers, and are never the same")
     trained = digests(training, ends_and_some(len(training), 3000))
     validated = digests(state.validation, ends_and_some(len(state.validation), 150))
+    # Samples that repeat within the training data may also be in the validation data.
     if len({*trained}) < 0.9 * len(trained):
         pytest.skip("not applicable: the training data has many samples more than once")
     both = [sample for sample in validated if sample in {*trained}]
-    # Data may contain a few samples twice.
+    # Data may contain some samples twice, so only many of them are an error.
     assert len(both) <= len(validated) / 2, f"{len(both)} of {len(validated)} are in both"
 
 
@@ -74,13 +79,14 @@ def test_a_sample_is_the_same_whenever_it_is_read(state: State) -> None:
     forwards = fetch(dataset, np.arange(count))
     backwards = fetch(dataset, np.arange(count)[::-1])
     assert alone == [digest(fetch(dataset, np.array([i]))) for i in range(count)]
+    # Compare the arrays that have a row for each sample.
     for a, b in zip(contents(forwards), contents(backwards), strict=True):
         if isinstance(a, np.ndarray) and a.shape[:1] == (count,) == b.shape[:1]:
             assert np.array_equal(a, b[::-1])
 
 
 def test_a_built_dataset_is_the_same_again(state: State) -> None:
-    """Order and split depend only on the settings."""
+    """The split and the order of the samples depend only on the settings."""
     again = setup(state.config)
     assert again.spec == state.spec
     assert len(again.validation) == len(state.validation)
@@ -90,9 +96,11 @@ def test_a_built_dataset_is_the_same_again(state: State) -> None:
 
 
 def test_validation_data_is_not_augmented(state: State) -> None:
+    """`augment` does not change validation samples, whatever the keys of its random numbers."""
     if not hasattr(state.validation, "augment"):
         pytest.skip("not applicable: there is no `augment`")
     batch = fetch(state.validation, np.arange(2))
+    # Any keys; the second one needs all 64 bits.
     keys = np.array([3, 2**63 + 11], np.uint64)
     values = fetch(state.validation, np.arange(2), keys)
     # `augment` may add values that only training needs.
@@ -102,6 +110,7 @@ def test_validation_data_is_not_augmented(state: State) -> None:
 
 
 def test_data_that_says_so_draws_no_random_numbers(state: State) -> None:
+    """A dataset with `draws = False` is not seeded: random numbers would differ after a resume."""
     if getattr(state.loader.source.dataset, "draws", True):
         pytest.skip("not applicable: this data may draw random numbers, and is seeded")
     assert not draws(lambda: state.loader.of(0, state.plan))
@@ -109,14 +118,17 @@ def test_data_that_says_so_draws_no_random_numbers(state: State) -> None:
 
 @functools.cache
 def is_first_data() -> bool:
-    """Tell whether data.py is the template's own, by the keys of a batch."""
+    """Tell by the keys of a batch whether data.py is the one that the project was created with."""
     _, validation, _ = build_datasets(tiny(Path("unused")))
     batch = read(validation, [0])
     return isinstance(batch, dict) and batch.keys() == FIRST_BATCH
 
 
 def own_data(**changes: Any) -> tuple[Any, Any, Any]:
-    """Return the datasets for changed settings; skip the test for data without these settings."""
+    """Return datasets and spec for changed settings, such as max_shift=2 (--data.max-shift).
+
+    Skip the test if data.py was replaced, or does not have these settings.
+    """
     names = {setting.name for setting in dataclasses.fields(DataConfig)}
     if not {*changes} <= names or not is_first_data():
         pytest.skip("not applicable: other data")

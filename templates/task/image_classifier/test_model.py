@@ -35,6 +35,7 @@ def first_model() -> torch.nn.Module:
 def test_a_batch_is_of_images_and_the_numbers_of_their_classes(
     state: State, batch: dict[str, torch.Tensor]
 ) -> None:
+    """A batch has float32 images [batch, channels, height, width] and int64 labels [batch]."""
     images, labels = batch["images"], batch["labels"]
     size = state.config.train.micro_batch_size
     assert len(images) == size and images.ndim == 4 and images.dtype == torch.float32
@@ -44,8 +45,9 @@ def test_a_batch_is_of_images_and_the_numbers_of_their_classes(
 
 @torch.no_grad()
 def test_the_loss_is_that_of_the_labels(state: State, batch: dict[str, torch.Tensor]) -> None:
+    """The loss is the summed cross-entropy, and accuracy counts the labels with the top logit."""
     logits, labels = logits_of(state, batch["images"]), batch["labels"]
-    # Without dropout, so that both compute the same.
+    # In evaluation mode there is no dropout, as in `logits_of`.
     state.model.eval()
     loss = compute_loss(state.model, batch)
     state.model.train()
@@ -54,6 +56,7 @@ def test_the_loss_is_that_of_the_labels(state: State, batch: dict[str, torch.Ten
     assert int(loss.count) == len(labels)
     if "accuracy" in loss.metrics:
         state.model.eval()
+        # With the top classes as labels all are right, with the lowest ones all are wrong.
         right = compute_loss(state.model, {**batch, "labels": logits.argmax(dim=1)})
         wrong = compute_loss(state.model, {**batch, "labels": logits.argmin(dim=1)})
         state.model.train()
@@ -62,6 +65,7 @@ def test_the_loss_is_that_of_the_labels(state: State, batch: dict[str, torch.Ten
 
 
 def test_an_image_changes_no_logit_of_another(state: State, batch: dict[str, torch.Tensor]) -> None:
+    """All images but the first are inverted: the logits of the first stay, the others change."""
     images = batch["images"]
     others = torch.cat([images[:1], 1 - images[1:]])
     logits, changed = logits_of(state, images), logits_of(state, others)
@@ -70,6 +74,7 @@ def test_an_image_changes_no_logit_of_another(state: State, batch: dict[str, tor
 
 
 def test_each_part_of_an_image_counts(state: State, batch: dict[str, torch.Tensor]) -> None:
+    """A change of the pixel in any corner changes the logits."""
     first_model()
     images = batch["images"][:1]
     logits = logits_of(state, images)
@@ -84,6 +89,7 @@ def test_each_part_of_an_image_counts(state: State, batch: dict[str, torch.Tenso
 def test_the_first_loss_is_the_logarithm_of_the_number_of_classes(
     state: State, batch: dict[str, torch.Tensor]
 ) -> None:
+    """An untrained model gives all classes about the same probability."""
     loss = compute_loss(state.model, batch)
     ratio = loss.total.item() / float(loss.count) / math.log(classes_of(state))
     if not 0.9 < ratio < 1.1:
@@ -102,9 +108,13 @@ def test_each_parameter_has_a_gradient(state: State, batch: dict[str, torch.Tens
 
 @torch.no_grad()
 def test_a_block_adds_to_what_it_is_given() -> None:
-    """Blocks add convolutions of the normalized input, whose scale does not matter."""
+    """A block adds convolutions of its normalized input, so the scale of the input does not matter.
+
+    Without the last convolution it adds nothing.
+    """
     model = first_model()
     for block in model.blocks:
+        # Two images of 8 x 8 pixels, with the channels of the block.
         x = torch.randn(2, block.conv1.weight.shape[1], 8, 8)
         added = block(x) - x
         assert added.abs().mean() > 1e-3

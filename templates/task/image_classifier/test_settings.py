@@ -1,2 +1,2 @@
-# The keys of a batch in the template's own data.
+# The keys of a batch of the data.py that the project was created with.
 FIRST_BATCH = {"images", "labels"}

@@ -20,7 +20,10 @@ def logits_of(state: State, tokens: torch.Tensor) -> torch.Tensor:
 
 
 def first_model(**changes: Any) -> torch.nn.Module:
-    """Return the template's own model with large weights; skip the test if it was replaced."""
+    """Return the project's first model, with larger weights; skip the test if it was replaced.
+
+    The initial weights are so small that each layer changes its input only a little.
+    """
     model = setup(tiny(Path("unused"), **changes)).model.eval()
     block = next(iter(blocks(model)), None)
     names = ("attention", "up", "down", "norm1", "norm2")
@@ -34,6 +37,7 @@ def first_model(**changes: Any) -> torch.nn.Module:
 
 
 def test_a_batch_is_of_tokens(state: State, tokens: torch.Tensor) -> None:
+    """Each row has the context and one more token, the last target."""
     data = state.config.data
     assert tokens.shape == (state.config.train.micro_batch_size, data.context + 1)
     assert tokens.dtype in (torch.uint8, torch.int32)
@@ -46,7 +50,7 @@ def test_the_targets_are_the_tokens_that_follow(state: State, tokens: torch.Tens
     inputs, targets = tokens[:, :-1], tokens[:, 1:].long()
     logits = logits_of(state, inputs)
     expected = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-    # Without dropout, so that both compute the same.
+    # In evaluation mode there is no dropout, as in `logits_of`.
     state.model.eval()
     loss = compute_loss(state.model, {"tokens": tokens})
     state.model.train()
@@ -62,12 +66,14 @@ def test_a_later_token_changes_no_earlier_logit(state: State, tokens: torch.Tens
     tokens = tokens[:, :-1].long()
     logits = logits_of(state, tokens)
     last = tokens.shape[1] - 1
+    # Change one token in the first row: near the start, in the middle, or at the end.
     for place in {0, 1, last // 2, last}:
         changed = tokens.clone()
         changed[0, place] = (changed[0, place] + 1) % state.spec.vocabulary
         others = logits_of(state, changed)
         torch.testing.assert_close(others[0, :place], logits[0, :place])
         torch.testing.assert_close(others[1:], logits[1:])
+        # At its own position, and at most of the later ones, the logits do change.
         unequal = (others[0, place:] != logits[0, place:]).any(dim=-1)
         assert unequal[0] and unequal.float().mean() > 0.5
 
@@ -75,6 +81,7 @@ def test_a_later_token_changes_no_earlier_logit(state: State, tokens: torch.Tens
 def test_the_first_loss_is_the_logarithm_of_the_vocabulary(
     state: State, tokens: torch.Tensor
 ) -> None:
+    """An untrained model gives all tokens about the same probability."""
     loss = compute_loss(state.model, {"tokens": tokens})
     ratio = loss.total.item() / float(loss.count) / math.log(state.spec.vocabulary)
     assert ratio > 0.9, "an untrained model predicts its targets: do they leak into its inputs?"
@@ -93,6 +100,7 @@ def test_each_parameter_has_a_gradient(state: State, tokens: torch.Tensor) -> No
 
 
 def test_what_is_added_to_the_residual_stream_starts_smaller_in_deep_models(state: State) -> None:
+    """The matrices that add to it, two per layer, are smaller by the root of their number."""
     first_model()
     depth = math.sqrt(2 * state.config.model.layers)
     for block in state.model.blocks:
@@ -107,6 +115,7 @@ def test_a_block_adds_to_what_it_is_given() -> None:
     model = first_model()
     block, table = model.blocks[0], model.table
     x = torch.randn(2, table.shape[1], model.embedding.weight.shape[1])
+    # Silence attention, then the MLP, by zeros in its last matrix: the other one still adds.
     for silent in (block.attention.out, block.down):
         weight = silent.weight.clone()
         silent.weight.zero_()
@@ -114,6 +123,7 @@ def test_a_block_adds_to_what_it_is_given() -> None:
         assert added.abs().mean() > 1e-3
         torch.testing.assert_close(block(3 * x, table) - 3 * x, added, rtol=1e-3, atol=1e-3)
         silent.weight.copy_(weight)
+    # Silence both: the block adds nothing.
     for module in (block.attention.out, block.down):
         module.weight.zero_()
     torch.testing.assert_close(block(x, table), x)
@@ -124,10 +134,12 @@ def test_attention_depends_on_distances_and_on_order() -> None:
     """Shifting all positions changes nothing (rotary embedding); swapping two tokens does."""
     model = first_model()
     attention, table = model.blocks[0].attention, model.table
+    # Half of the context, so that the positions can be shifted by 5.
     time = table.shape[1] // 2
     x = torch.randn(2, time, model.embedding.weight.shape[1])
     y = attention(x, table[:, :time])
     torch.testing.assert_close(attention(x, table[:, 5 : 5 + time]), y, rtol=1e-3, atol=1e-3)
+    # Two earlier tokens change places: the last output changes.
     exchanged = x.clone()
     exchanged[:, 0], exchanged[:, 3] = x[:, 3], x[:, 0]
     difference = (attention(exchanged, table[:, :time])[:, -1] - y[:, -1]).abs().mean()
@@ -140,14 +152,18 @@ def test_attention_depends_on_distances_and_on_order() -> None:
 
 
 def test_a_loss_in_parts_is_the_same_loss(tokens: torch.Tensor, monkeypatch) -> None:
+    """The logits of all rows at once, or of a few at a time, give the same loss and gradients."""
     model = first_model()
-    file = sys.modules[type(model.output).__module__]
+    # The file that defines the model: model.py, or another one that it imports.
+    module = sys.modules[type(model.output).__module__]
     results = []
+    # Few tokens have less than 2**28 logits. 2000 logits are 7 rows of 256, so there are chunks.
     for most_logits in (2**28, 2000):
-        monkeypatch.setattr(file, "MAX_LOGITS", most_logits)
+        monkeypatch.setattr(module, "MAX_LOGITS", most_logits)
         total = compute_loss(model, {"tokens": tokens}).total
         total.backward()
         results.append({name: p.grad for name, p in model.named_parameters()} | {"loss": total})
+        # Without gradients the loss is computed by other code.
         with torch.no_grad():
             results[-1]["evaluated"] = compute_loss(model, {"tokens": tokens}).total
         model.zero_grad()

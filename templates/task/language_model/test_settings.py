@@ -1,5 +1,5 @@
-# A smaller text than the default, which is faster to read.
+# By default the text is the Python standard library. The folder of torch.nn is faster to read.
 if getattr(config.DataConfig(), "path", "") is None:
     SETTINGS.setdefault("data.path", Path(torch.nn.__file__).parent)
-# The keys of a batch in the template's own data.
+# The keys of a batch of the data.py that the project was created with.
 FIRST_BATCH = {"tokens"}
