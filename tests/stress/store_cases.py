@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from .common import Findings
 from .forked_jobs import Job, Plan
@@ -226,12 +227,17 @@ def contents_of(server: Server) -> Callable[[Path], Contents]:
 
 
 def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -> None:
-    """Two runs with one address, of which one starts somewhat later."""
+    """Two runs with one address, of which one starts somewhat later.
+
+    With `times`, the first one waits in its first half until the second has taken over.
+    """
     rng = random.Random(variant.plan.package)
-    sabotage, variant.sabotage = variant.sabotage, partial(slowly, variant.sabotage)
+    sabotage = variant.sabotage
     for number in range(times or (1 if found.bounded else 5)):
         first = variant.new()
         second = first.parent / "elsewhere" / first.name
+        taken_over = first.with_suffix(".taken_over")
+        variant.sabotage = partial(slowly, sabotage, taken_over if times else None)
         jobs = [variant.job(first)]
         deadline = time.monotonic() + 60
         while not variant.server("contents", first.name) and time.monotonic() < deadline:
@@ -241,6 +247,7 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
         log = jobs[1].log
         while time.monotonic() < deadline and not (log.exists() and "\nrun    " in log.read_text()):
             time.sleep(0.05)
+        taken_over.touch()
         # The second is the owner now; the first has saves before it, and must notice.
         must_lose = max(losses(first), default=0) < STEPS / 2
         problems = [] if all(job.gone(120) is not None for job in jobs) else ["one hung"]
@@ -262,10 +269,23 @@ def two(variant: Variant, found: Findings, hits: Counter[str], times: int = 0) -
     variant.sabotage = sabotage
 
 
-def slowly(sabotage: Callable[[str], None] | None, package: str) -> None:
-    """Take a while for each step, so that two runs meet."""
+def slowly(sabotage: Callable[[str], None] | None, mark: Path | None, package: str) -> None:
+    """Take a while for each step, so that two runs meet; wait in the first half for `mark`."""
     training = importlib.import_module(f"{package}.train")
     step = training.train_step
-    training.train_step = lambda *rest: (time.sleep(0.3), step(*rest))[1]
+
+    def take_step(state: Any, *rest: Any) -> Any:
+        time.sleep(0.3)
+        deadline = time.monotonic() + 60
+        while (
+            mark is not None
+            and state.step == STEPS // 2 - 1
+            and not mark.exists()
+            and time.monotonic() < deadline
+        ):
+            time.sleep(0.05)
+        return step(state, *rest)
+
+    training.train_step = take_step
     if sabotage:
         sabotage(package)
