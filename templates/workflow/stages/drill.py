@@ -56,7 +56,7 @@ def main(words: list[str]) -> int:
     world = join(config.parallel, config.device)
     if task in ("reload", "damage"):
         # Both tasks restore the run. Before "damage", the stage damages the newest checkpoint.
-        # Only this task also times saves.
+        # "damage" also times saves.
         timed = task == "damage"
         result = reload(config, world, timed=timed)
         # `reload` has returned, so there are no references to the model, as `leave` requires.
@@ -74,7 +74,7 @@ def main(words: list[str]) -> int:
                 if world.rank == 0:
                     write_json(folder / f"{task}.json", result)
                 raise
-    if os.environ.get("RANK", "0") == "0":
+    if world.rank == 0:
         write_json(folder / f"{task}.json", result)
     return 0
 
@@ -124,7 +124,7 @@ class Recorder:
 
 
 def kill_run() -> None:
-    """Kill this process and, if torchrun started it, torchrun; the kernel then kills all ranks."""
+    """Kill this process and, if torchrun started it, torchrun, whose other ranks then end."""
     if "RANK" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -180,6 +180,7 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
     """Return the seconds of saves and of a restore on the slowest rank, and of a step on this one.
 
     Training continues while a checkpoint is written, as in a run. The step is one without a save.
+    Only rank 0, which writes the result, knows the times of all ranks.
     """
     checkpointer = resume(state, run_dir, group)
     # The first step warms up, so it does not count.
@@ -222,10 +223,11 @@ def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> 
         # The extra time includes the blocked time, but noise could make it smaller.
         cost[save] = max(seconds - steps * seconds_per_step, blocked[save])
         if save == 0:
-            # The margin is for later saves, which take longer, since training continues meanwhile.
-            in_background = SAVE_MARGIN * (published[0] - blocked[0])
-            steps_here = 1 + math.ceil(in_background / seconds_per_step)
-            # All ranks must take the same number of steps.
+            in_background = published[0] - blocked[0]
+            # Later saves take longer, since training continues meanwhile. So train for longer.
+            steps_here = 1 + math.ceil(SAVE_MARGIN * in_background / seconds_per_step)
+            # All ranks must take the same number of steps, but `gather` returns all values only on
+            # rank 0.
             steps = max(group.broadcast(group.gather(steps_here)))
     began = time.perf_counter()
     checkpointer.restore()
@@ -267,7 +269,8 @@ def train_for(state: State, steps: int) -> float:
 def digests_of(state: State, group: Group) -> Digests:
     """Return the fingerprint of each full (unsharded) tensor of model and optimizer; collective.
 
-    If ranks have different values, the result joins all their fingerprints and so equals none.
+    If ranks have different values, rank 0, which gathers them, returns all their fingerprints in
+    one text, which differs from the text of any single one.
     """
     assert state.checkpointer
     digests: Digests = {}

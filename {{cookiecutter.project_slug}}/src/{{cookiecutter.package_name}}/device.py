@@ -51,13 +51,14 @@ def pick_device(name: str) -> torch.device:
 def pick_gpu(device: torch.device) -> torch.device:
     """Give "cuda" the index of this process on its machine; UserError if there is no such GPU."""
     index = device.index
+    ways_out = "choose another index, or use --device cuda"
     if index is None:
         index = int(os.environ.get("LOCAL_RANK", "0"))
+        ways_out = "start fewer processes on this machine, or use --device cpu"
     elif os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         raise UserError(f"--device {device}: one GPU for all processes here; use --device cuda")
     count = torch.cuda.device_count()
     if index >= count:
-        ways_out = "start fewer processes on this machine, or use --device cpu"
         raise UserError(f"there is no GPU {index} among the {count} here: {ways_out}")
     return torch.device("cuda", index)
 
@@ -125,7 +126,7 @@ def move(batch: Any, device: torch.device) -> Any:
         except TypeError:
             # The class takes other arguments. DataLoader's pinning also falls back to a dict.
             return moved
-    # Of torch's known containers, only deques and classes that a library has registered get here.
+    # Other containers that torch can map over: a deque, or a class that a library has registered.
     if type(batch) in pytree.SUPPORTED_NODES:
         return pytree.tree_map(partial(move, device=device), batch)
     if is_dataclass(batch) and not isinstance(batch, type):

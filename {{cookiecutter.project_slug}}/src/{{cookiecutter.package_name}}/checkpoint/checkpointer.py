@@ -43,8 +43,8 @@ if TYPE_CHECKING:
     from .base import Base
 
 log = logging.getLogger(__name__)
-# Names of optimizer state that a resume must not lose: all state of single parameters except their
-# EMA. State of whole parameter groups (`param_groups`) may be lost.
+# Names of optimizer state that a resume must not lose. A whole name must match: it must not begin
+# with optimizer.param_groups (state of whole groups), nor end with the name of the EMA.
 MUST_NOT_BE_LOST = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
 
 
@@ -133,9 +133,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
         """Save a checkpoint of `step`, unless it is saved already.
 
-        `figures` are the metrics of the validation at this step, if there was one. The optimizer
-        must not step before `before_optimizer_step()` has returned. Raises RankError, on every
-        rank, when any rank failed.
+        `figures` is the record of this step, if it has one, with the metrics of its validation, if
+        there was one. The optimizer must not step before `before_optimizer_step()` has returned.
+        Raises RankError, on every rank, when any rank failed; UserError for state that cannot be
+        saved.
         """
         # No save is skipped: this waits until the previous one is published.
         with self._blocking():
@@ -161,7 +162,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.last_good = step
 
     def _facts_of(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
-        """Return the fields of the manifest other than its files; collective."""
+        """Return the fields of the manifest that `publish` does not add; collective."""
         best = self.config.best
         rule = f"{self.config.best_is} {best}"
         score = figures.get(best)
@@ -302,7 +303,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         create_optimizer_state(self.optimizer)
         with self.group.together():
             source = open_tensors(path, manifest)
-        # Only the source of a checkpoint with a base has `stored`: the tensors that the base has.
+        # `stored` has the tensors that the checkpoint leaves out and its base provides. Only the
+        # source of a checkpoint with a base has this attribute.
         for name in getattr(source, "stored", {}):
             self.was_left_out.add(name.removeprefix("model."))
         tensors = self.tensors()
@@ -328,9 +330,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             example = printable(min(lost))
             log.warning(text, len(lost), "are in the checkpoint and are not loaded", example)
 
-        targets = dict(tensors)
-        for name in missing:
-            del targets[name]
+        # Without state that was removed above, though the checkpoint has it.
+        targets: Tensors = {}
+        for name, tensor in tensors.items():
+            if name not in missing and name not in lost:
+                targets[name] = tensor
         source.read(targets, self.group)
         # State that is a plain number was read into a scalar tensor; write it back as a number.
         for name, holder, key in optimizer_slots(self.model, self.optimizer):
@@ -347,14 +351,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         unused: set[str] = set()
         for name, parameter in self.model.named_parameters():
             state = self.optimizer.state.get(parameter, {})
-            new = {key for key in state if f"optimizer.{name}.{key}" in missing}
-            if new == {EMA}:
+            lacking = {key for key in state if f"optimizer.{name}.{key}" in missing}
+            if lacking == {EMA}:
                 # Only the average starts afresh, at the next step.
                 del state[EMA]
-            elif new:
+            elif lacking:
                 # Incomplete state is of no use, so drop it all: it starts as before the parameter's
                 # first gradient.
-                unused |= {f"optimizer.{name}.{key}" for key in state.keys() - new}
+                unused |= {f"optimizer.{name}.{key}" for key in state.keys() - lacking}
                 del self.optimizer.state[parameter]
         return unused
 
@@ -375,11 +379,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         lines = [f"this run cannot resume from {path}:"]
         for problem in problems:
             lines.append(f"  {problem}")
-        # A new run that finds the checkpoints of another one has no saved settings yet.
+        # Without config.json there are no saved settings: then a new run has found the checkpoints
+        # of another one.
+        begin = "Add"
         if (self.run_dir / "config.json").exists():
             lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
+            begin = "Or add"
         lines.append(
-            "Or add to your command --name NEW (--run-dir NEW if it has one) for another run"
+            f"{begin} to your command --name NEW (--run-dir NEW if it has one) for another run"
             f"{offer_weights(path, problems)}; or {way_out}."
         )
         # The names come from a file, which somebody may have crafted.

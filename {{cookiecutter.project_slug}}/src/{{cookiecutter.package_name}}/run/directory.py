@@ -58,8 +58,8 @@ OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     """Return the saved settings of the run to resume, overridden by the command line.
 
-    `config` is the command line over the defaults; `read(saved)` reads the command line over saved
-    settings. Raises UserError if the saved settings cannot be used.
+    `config` is the command line over presets and defaults; `read(saved)` reads the command line
+    over saved settings. Raises UserError if the saved settings cannot be used.
     """
     begun = any((config.directory / "checkpoints").glob("step_*"))
     store = None
@@ -71,6 +71,7 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     if config.fresh or not (begun or store):
         return config
     saved: dict[str, Any] | None = None
+    # `where` is the source of the settings, for the message of an error.
     if store:
         where = store
         way_out = "give all settings with --config FILE.json"
@@ -85,14 +86,14 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     try:
         if where == config.directory / "checkpoints":
             saved = settings_in_checkpoints(where)
-        elif saved is None:
+        elif not store:
             saved = read_json(where)
+        assert saved is not None
         taken: dict[str, Any] = {}
         not_taken = set(OF_ONE_START)
-        # The settings in a store have flat names, so this is false for them: a store must not
-        # choose the files that a run reads.
-        if saved.get("checkpoint", {}).get("frozen") == "no":
-            # A resume must read the weights that the checkpoints leave out.
+        # With --checkpoint.frozen no, a resume must read the weights that the checkpoints leave
+        # out, so it also takes --init-from. But a store must not choose the files that a run reads.
+        if not store and dict(flatten(saved)).get("checkpoint.frozen") == "no":
             not_taken -= {"init_from", "init_new"}
         for name, value in flatten(saved):
             section = name.partition(".")[0]
@@ -257,7 +258,8 @@ class RunDirectory:
             recorded = read_json(self.path / "status.json")
             if (recorded.get("status"), recorded.get("step")) == (status, step):
                 return
-            # A start that finds nothing left to train does not call `begin`.
+            # If nothing was left to train, `begin` was not called, and `origin` is empty: keep
+            # what the start that trained has recorded.
             for name in ORIGIN - self.origin.keys():
                 if name in recorded:
                     self.origin[name] = recorded[name]

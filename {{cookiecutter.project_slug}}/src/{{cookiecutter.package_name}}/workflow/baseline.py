@@ -110,8 +110,9 @@ class FirstSteps:
 def take_first_steps(state: State, steps: int) -> FirstSteps:
     """Take the first steps of a run, fewer if they would take longer than about `SECONDS`.
 
-    `steps` includes the warm-up. The loss varies more from batch to batch than a few training steps
-    lower it. So it is also measured on the same batches before and after the steps.
+    `steps` includes the warm-up. The losses of the steps do not show whether training works: they
+    are of different batches, which differ by more than a few steps improve. So the loss is also
+    measured before and after the steps, on the same batches.
     """
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
@@ -130,18 +131,19 @@ def loss_on_first_batches(state: State) -> float:
     for step in range(BATCHES):
         for micro_batch in state.plan:
             slices.append(BatchSlice(step, micro_batch.indices))
+    # In training mode, as in the steps. Random numbers, such as dropout's, are the same each time.
     with contextlib.closing(read_batches(state, slices)) as batches:
         sums = evaluate(state, batches).sums
-    # Add up all batches. Of the remaining values, the first two are the loss and its count.
+    # The shape is [draws, batches, names]; the first two names are the loss and its count.
     total, count, *_ = sums.sum((0, 1)).tolist()
     return total / count
 
 
-def judge_progress(stage: Stage, first: FirstSteps) -> None:
+def judge_progress(stage: Stage, taken: FirstSteps) -> None:
     """Check that the first steps lower the loss on the same batches."""
-    before = first.loss_before
-    after = first.loss_after
-    steps = len(first.steps.losses)
+    before = taken.loss_before
+    after = taken.loss_after
+    steps = len(taken.steps.losses)
     measured = f"from {before:.4f} to {after:.4f} on {BATCHES} batches in {steps} steps"
     advice = "try another --optim.learning-rate, and look at a batch of the data"
     stage.check(
@@ -151,6 +153,8 @@ def judge_progress(stage: Stage, first: FirstSteps) -> None:
 
 def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     """Measure throughput, peak memory and MFU, and print them."""
+    # Workers deliver batches in bursts, so only some steps wait for data. A median over single
+    # steps would hide the waits.
     step_seconds = spread(in_rounds(steps.seconds, state.config.train.loader_workers))
     samples_per_second = state.config.train.global_batch_size / step_seconds["median"]
     measured = f"{samples_per_second:,.1f} samples/s"
