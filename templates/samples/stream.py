@@ -126,7 +126,6 @@ class StreamLoader(Loader):
     def _read(self) -> Any:
         if self.stream_iterator is None:
             self.stream_iterator = iter(self.stream)
-        # The loop returns the next sample, if there is one.
         for sample in self.stream_iterator:
             return sample
         # The stream has ended, so a new epoch begins.

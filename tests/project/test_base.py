@@ -206,6 +206,16 @@ def test_a_run_may_save_everything_later(project: Project, runs: Path, tmp_path:
     assert "this run has saved its frozen weights so far" in problem
 
 
+def test_a_resume_from_a_folder_without_weights_is_refused(
+    project: Project, runs: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(runs / "no", tmp_path / "run")
+    (tmp_path / "empty").mkdir()
+    words = ("--run-dir", str(tmp_path / "run"), "--init-from", str(tmp_path / "empty"))
+    problem = project.refuses("train", *words, "--train.steps", "6")
+    assert "is not a file or a complete folder of weights: give their path" in problem
+
+
 def test_what_cannot_be_a_base_is_refused(project: Project, runs: Path) -> None:
     """In one line each, before the run has a checkpoint."""
     new = ("train", *STEPS, "2", "--name", "refused")

@@ -13,6 +13,7 @@ import sys
 import termios
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +60,10 @@ def test_a_start_says_what_it_is(
         "batch  8 samples; 20 steps (1.47 epochs)",
         "run    runs/first, resumed at step 5",
     ]
+    loader = SimpleNamespace(size=160, source=SimpleNamespace(order=SimpleNamespace()))
+    loader.source.order.drawn = lambda steps: {}
+    state = SimpleNamespace(config=project.config(train__steps=20), loader=loader)
+    assert project.module("run.journal")._batch(state) == "8 samples; 20 steps (1.00 epochs)"
     caplog.clear()
     project("train", *project.settings, "--train.steps", "20", "--name", "first")
     assert said(caplog) == []  # it is finished
@@ -246,7 +251,7 @@ def test_settings_come_from_a_file_of_toml(project: Project, tmp_path: Path) -> 
         ('train.steps = "3"', "train.steps is '3': expected int"),
         (
             "train.steps = 9223372036854775808",
-            "train.steps is 9223372036854775808: it does not fit in 64 bits",
+            "train.steps is 9223372036854775808: it must be less than 2^63",
         ),
         ("train = 3", "train is 3: expected settings by name"),
         ("train.steps = 0", "--train.steps must be at least 1"),

@@ -200,6 +200,25 @@ def test_a_checksum_sees_each_bit_and_each_place(sharded: Project, seed: int, dt
     assert bool(checksum(moved) == checksum(tensor)) is torch.equal(moved, tensor)
 
 
+@pytest.mark.parametrize("reduce_each", [False, True])
+def test_each_micro_batch_that_is_reduced_counts_what_a_rank_lacks(
+    sharded: Project, monkeypatch: pytest.MonkeyPatch, reduce_each: bool
+) -> None:
+    """Also the first one of a step: else ranks would sum gradients of different parameters."""
+    parallel = sharded.module("distributed.parallel")
+    counted: list[bool] = []
+    module = SimpleNamespace(set_requires_gradient_sync=lambda flag: None)
+    monkeypatch.setattr(parallel, "FSDPModule", SimpleNamespace)
+    monkeypatch.setattr(parallel, "count_unused_as_zeros", lambda _, zeros: counted.append(zeros))
+    config = SimpleNamespace(parallel=SimpleNamespace(reduce_each=reduce_each))
+    state = SimpleNamespace(module=module, config=config, plan=[1, 2], compute_dtype=torch.bfloat16)
+    parallel.accumulate(state, last=False)
+    assert counted == ([True] if reduce_each else [])
+    parallel.accumulate(state, last=True)
+    # bf16 gradients of several micro-batches, added up in float32, go without zeros.
+    assert counted == ([True, True] if reduce_each else [False])
+
+
 @pytest.mark.parametrize("number", [0, 1, 5, 2**40, -(2**63)])
 def test_a_checksum_tells_a_number_from_its_complement(sharded: Project, number: int) -> None:
     """All bits differ between 0 and -1, which may both stand for "no index"."""

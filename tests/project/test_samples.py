@@ -112,8 +112,10 @@ def test_a_report_shows_no_file_but_a_sample(text: Project, tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("kind", ["text", "image"])
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), ValueError("a link")])
 def test_a_sample_that_cannot_be_written_costs_no_later_one(
     kind: str,
+    error: Exception,
     request: pytest.FixtureRequest,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -127,7 +129,7 @@ def test_a_sample_that_cannot_be_written_costs_no_later_one(
     def full_at_first(*arguments: object) -> None:
         calls.append(arguments)
         if len(calls) == 1:
-            raise OSError(28, "No space left on device")
+            raise error
         replace_file(*arguments)
 
     monkeypatch.setattr(own, "replace_file", full_at_first)

@@ -3,7 +3,7 @@
 import contextlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Optional
 
 import pytest
 
@@ -234,10 +234,20 @@ def test_a_run_that_is_uploaded_no_more_is_told(
 def test_a_number_that_no_step_could_hold_is_refused(text: Project, name: str, value: int) -> None:
     config, error = text.config(), text.module("errors").UserError
     override = text.module("config").override
-    with pytest.raises(error, match=f"^{name} is .*: it does not fit in 64 bits"):
+    with pytest.raises(error, match=f"^{name} is .*: it must be less than 2\\^63"):
         override(config, {name: value})
     assert override(config, {"train.seed": abs(value)}).train.seed == abs(value)
     assert override(config, {"optim.clip": float("inf")}).optim.clip == float("inf")
+
+
+@pytest.mark.parametrize("hint", [Optional[int], int | None, Optional[Literal[3]]])  # noqa: UP045
+def test_a_setting_of_your_own_may_be_optional(text: Project, hint: Any) -> None:
+    """In either way to write it."""
+    checked, error = text.module("config")._checked, text.module("errors").UserError
+    assert checked("own", 3, hint) == 3
+    assert checked("own", None, hint) is None
+    with pytest.raises(error, match="own is 'three': expected"):
+        checked("own", "three", hint)
 
 
 def test_an_upload_that_cannot_begin_is_told(

@@ -1,7 +1,9 @@
 """What a run says of saves that hold it up, and of how it is compiled."""
 
+import contextlib
 import json
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -70,7 +72,7 @@ def test_the_save_that_meets_a_failed_one_still_begins(
 
 
 def test_a_failed_save_that_training_waited_for_is_counted(
-    project: Project, tmp_path: Path
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Not the wait of the save before it."""
     config = project.config(device="cpu", run_dir=tmp_path)
@@ -91,6 +93,18 @@ def test_a_failed_save_that_training_waited_for_is_counted(
     assert 0.1 < writer.waited < 4
     # The error was reported, and the next call finds no save.
     writer.settle()
+
+    # If Ctrl-C interrupts the wait, the save is still waited for at the end.
+    def interrupted(futures: object) -> None:
+        raise KeyboardInterrupt
+
+    writer.begin({}, fail_later, 2, {})
+    monkeypatch.setattr(writer_file, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        writer.settle()
+    monkeypatch.undo()
+    with pytest.raises(error, match="no space left"):
+        writer.settle()
     writer.close()
     state.loader.close()
 
@@ -115,6 +129,46 @@ def test_after_an_error_a_store_that_is_taken_over_is_a_warning(
         raise ZeroDivisionError
     state.loader.close()
     assert "another run has taken over" in caplog.text
+
+
+def test_a_rank_that_fails_after_the_commit_does_not_unsave_it(
+    project: Project, tmp_path: Path
+) -> None:
+    publish, errors = project.module("checkpoint.publish"), project.module("errors")
+    group = project.module("distributed").Group()
+    publisher = publish.Publisher(tmp_path, publish.RetentionConfig(), group)
+    together = group.together
+
+    @contextlib.contextmanager
+    def failing_after_the_commit() -> Iterator[None]:
+        with together():
+            yield
+        if (tmp_path / "step_00000003").exists():
+            raise errors.RankError("rank 1: is gone")
+
+    group.together = failing_after_the_commit
+    with pytest.raises(errors.RankError, match="step 3 was saved, but then a rank failed: rank 1"):
+        publisher.publish(3, lambda folder: [], {})
+    assert (tmp_path / "step_00000003/manifest.json").exists()
+
+
+def test_what_cannot_be_removed_is_one_warning(
+    project: Project,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    publish = project.module("checkpoint.publish")
+    group = project.module("distributed").Group()
+    publisher = publish.Publisher(tmp_path, publish.RetentionConfig(), group)
+    (tmp_path / f"{publish.DISCARDED}step_00000001-0").mkdir()
+    with monkeypatch.context() as patch:
+        patch.setattr(publish.shutil, "rmtree", lambda *arguments, **options: None)
+        publisher.remove_leftovers()
+        publisher.remove_leftovers()
+    assert caplog.text.count("cannot be removed: look at its permissions") == 1
+    publisher.remove_leftovers()
+    assert not any(tmp_path.iterdir())
 
 
 def test_an_interrupt_while_dcp_works_stays_one(project: Project) -> None:

@@ -249,6 +249,16 @@ def test_which_world_sizes_there_can_be(
         assert (found, on_many.recovery.other_sizes(found, kind)) == sizes
         assert bool(why) == (sizes == (1, []))
     assert on_one.recovery.most_ranks(on_one.config, torch.device("cpu"))[0] == 1
+    refused = on_many.project.module("errors").UserError
+    for kind, ranks, batch, said in (
+        ("cpu", 4, 2, "4 is too many: --train.global-batch-size is 2"),
+        ("cuda", 9, 16, "9 is too many: 8 devices can be used"),
+        ("cuda:1", 2, 16, "2 is too many: 1 device can be used"),
+    ):
+        settings = {"workflow.ranks": ranks, "device": kind, "train.global_batch_size": batch}
+        config = override(on_many.config, settings)
+        with pytest.raises(refused, match=said):
+            on_many.recovery.most_ranks(config, torch.device(kind))
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,10 @@ def test_one_sample_has_no_batch_statistics(
 
     monkeypatch.setattr(loop, "build_model", build_model)
     assert [*peaks_of(language)] == [2, 4, 8]
+    # Unless it is the only size, as for `scale`, which foretells the size that it trains with.
+    module = language.module("workflow.fit")
+    one = module.measure(config_of(language), module.Meter(1e12, 1e12), [1])
+    assert [size for size, _ in one] == [1]
 
 
 def shown(project: Project, capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
@@ -378,6 +382,17 @@ def test_what_fits_with_recomputation_only(
     code, text = shown(language, capsys, *words, "--device-memory", str(room / 1000))
     assert code == 0 and "too much" in text
     assert text.splitlines()[-1].endswith("--train.activation-checkpointing")
+
+
+def test_copies_that_no_default_fits_are_named_with_the_default(sharded: Project) -> None:
+    """8 ranks, or one for each sample of a smaller batch."""
+    module, error = sharded.module("workflow.fit"), sharded.module("errors").UserError
+    settings = {"ranks": 0, "parallel.replicate": 3}
+    config = sharded.module("config").override(config_of(sharded), settings)
+    with pytest.raises(error, match="8 ranks cannot be divided evenly among 3 copies"):
+        module.choose_ranks(config)
+    six = sharded.module("config").override(config, {"train.global_batch_size": 6})
+    assert module.choose_ranks(six) == 6
 
 
 @pytest.mark.parametrize(

@@ -32,7 +32,7 @@ TIMED_STEPS = 64
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks, to call before and after run/journal.py's."""
+    """Return the callbacks that watch the ranks, to call before and after the journal."""
     before, after = watchdog.monitors(state, run_dir, group)
     if state.world.size > 1:
         stragglers = Stragglers(group, state.world.device, state.module)

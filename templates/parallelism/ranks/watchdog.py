@@ -50,7 +50,7 @@ SUSPENDED_SECONDS = 5.0
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks, to call before and after run/journal.py's."""
+    """Return the callbacks that watch the ranks, to call before and after the journal."""
     before: list[Any] = []
     if state.world.distributed:
         before.append(Watchdog(run_dir, group))

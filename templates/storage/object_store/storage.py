@@ -159,7 +159,7 @@ class UploadingPublisher(Publisher):
             self.uploader.shutdown()
 
     def discard(self, path: Path) -> None:
-        """Begin to remove a checkpoint, unless the last upload, maybe still running, is of it."""
+        """Begin to remove a checkpoint, unless the last upload, which may still run, is of it."""
         if path != self.uploading:
             super().discard(path)
 

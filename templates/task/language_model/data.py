@@ -188,10 +188,9 @@ class Chunks:
     def stretch(self, source: int, start: int) -> np.ndarray:
         """Read `context` + 1 tokens of a source, given by its index, from token `start` on."""
         length = self.context + 1
-        array_or_path = self.sources[source]
-        if not isinstance(array_or_path, Path):
-            return array_or_path[start : start + length]
-        path = array_or_path
+        stored = self.sources[source]
+        if not isinstance(stored, Path):
+            return stored[start : start + length]
         bytes_per_token = self.kind.itemsize
         size = length * bytes_per_token
         try:
@@ -199,14 +198,14 @@ class Chunks:
                 while len(self.files) >= MOST_OPEN:
                     opened_first = next(iter(self.files))
                     self.files.pop(opened_first).close()
-                self.files[source] = open(path, "rb", buffering=0)  # noqa: SIM115
+                self.files[source] = open(stored, "rb", buffering=0)  # noqa: SIM115
             # Not memory-mapped: for a random chunk, the system would also read data around it.
             content = os.pread(self.files[source].fileno(), size, start * bytes_per_token)
         except OSError as error:
-            raise UserError(f"{path} can no longer be read: {error.strerror}") from None
+            raise UserError(f"{stored} can no longer be read: {error.strerror}") from None
         if len(content) < size:
             raise UserError(
-                f"{path} has become shorter during this run: restore the file, then run the same "
+                f"{stored} has become shorter during this run: restore the file, then run the same "
                 "command again to resume"
             )
         return np.frombuffer(content, self.kind)

@@ -152,7 +152,8 @@ class Muon(torch.optim.Optimizer):
         """Update each parameter that has a gradient, unless `found_inf` is set."""
         found_inf = getattr(self, "found_inf", None)
         self.adamw.found_inf = found_inf
-        # Loading a checkpoint replaces state and groups, so AdamW gets them at each step.
+        # AdamW keeps its state in this optimizer's, and steps only the groups without matrices. Set
+        # both at each step, since load_state_dict() would replace them.
         self.adamw.state = self.state
         self.adamw.param_groups = [g for g in self.param_groups if not g["matrices"]]
         self.adamw.step()

@@ -154,7 +154,7 @@ def finite_values(records: list[dict[str, Any]], name: str) -> list[float]:
 
 def another_machine(a: Content, b: Content) -> str:
     """Return why two measurements cannot be compared; "" if they can."""
-    # A start that finds nothing left to train writes status.json without the machine.
+    # An imported run has no machine, nor has a run that finished without a status.json.
     if not a["machine"] or not b["machine"]:
         return "the machine is unknown"
     for key in OF_MACHINE:

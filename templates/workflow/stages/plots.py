@@ -174,7 +174,6 @@ def three_digits(value: float) -> str:
 
 def four_digits(value: float) -> str:
     """Format a number with four significant digits, and thousands separators."""
-    # Round first, as in `three_digits`.
     rounded = float(f"{value:.4g}")
     return f"{rounded:,.10g}"
 

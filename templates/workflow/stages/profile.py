@@ -50,7 +50,7 @@ def measure(config: Config) -> int:
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace = tracer.written[-1]
     averages = tracer.profile.key_averages()
-    # On rank 0: one breakdown per rank.
+    # On rank 0 those of all ranks, on others only their own.
     breakdowns: list[Breakdown] = []
     problem = ""
     try:

@@ -43,7 +43,6 @@ WANTED = {
     "corrupt_newest": "a damaged checkpoint is never loaded; the previous one is loaded instead",
     "reshard": "the same tensors on any number of processes",
 }
-# What to do if a check fails.
 ADVICE = {
     "roundtrip": "look for state outside parameters and buffers, and random numbers not from torch",
     "killed_while_saving": "publish with one rename after everything is on disk (publish.py)",
@@ -280,10 +279,9 @@ def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
     start = killed_at
     for phase in RESTART:
         seconds[phase] = restart[phase] - start
-        # The next phase starts when this one ends.
         start = restart[phase]
-    # Now `start` is the end of the last phase.
-    seconds["total"] = start - killed_at
+    end = start
+    seconds["total"] = end - killed_at
     return seconds
 
 

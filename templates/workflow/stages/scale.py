@@ -44,7 +44,6 @@ COMPARED = 12
 # Time as many steps as take `SECONDS`, but at least 10 and at most `TIMED`.
 TIMED = 30
 SECONDS = 3.0
-# Advice for too little memory, and for a low efficiency.
 LESS_MEMORY = (
     "--train.activation-checkpointing, a smaller --train.micro-batch-size, or settings from `fit`"
 )

@@ -322,7 +322,7 @@ def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix
 def _checked(name: str, value: Any, hint: Any) -> Any:
     """Convert a value from JSON or TOML to the type of a setting; UserError if it does not fit."""
     if _is_too_large(name, value):
-        raise UserError(f"{name} is {repr(value)[:60]}: it does not fit in 64 bits")
+        raise UserError(f"{name} is {repr(value)[:60]}: it must be less than 2^63")
     # `int | None` and Optional[int] have different origins.
     kinds = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
     for kind in kinds:
@@ -349,7 +349,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _is_too_large(name: str, value: Any) -> bool:
-    """Tell whether a number exceeds a signed 64-bit integer, so that it would overflow."""
+    """Tell whether a number is beyond a signed 64-bit integer, which no setting needs."""
     # A seed may be larger, since it is hashed.
     if name == "train.seed" or not isinstance(value, int | float):
         return False

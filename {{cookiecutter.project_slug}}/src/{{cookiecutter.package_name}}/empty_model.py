@@ -35,7 +35,8 @@ def build_without_values(
     problem = ""
     model: Any = None
     try:
-        # Runs and checkpoints are left out: they may lack weights, and must be verified first.
+        # Not for runs and checkpoints, which may lack weights and must be verified first, nor for
+        # incomplete folders, whose error is raised when they are read.
         if is_plain_weights(path):
             model = build_on_meta(make, OneFile(path).forms, new)
     # The user's code may raise anything.
@@ -83,7 +84,6 @@ def build_on_meta(
     finally:
         hook.remove()
 
-    # A model that can load transformers' files has this method, which renames their tensors.
     if hasattr(model, "from_transformers"):
         rename: Any = model.from_transformers
         stored = rename(stored)

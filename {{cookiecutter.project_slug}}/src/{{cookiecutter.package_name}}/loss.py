@@ -36,7 +36,6 @@ class Gathered:
     is_padding = False
 
 
-# Parts of error messages.
 RETURNED = "what compute_loss (model.py) returns"
 SUM_OF_LOSSES = "the sum of the losses of the batch"
 COUNTED = "how many losses the total adds up (tokens, images)"

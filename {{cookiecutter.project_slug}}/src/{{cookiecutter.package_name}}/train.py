@@ -92,7 +92,6 @@ class State:
     # This rank's micro-batches in each global batch.
     plan: list[MicroBatch]
     loader: Loader
-    # The validation dataset.
     validation: Any
     compute_dtype: torch.dtype
     # The device's peak FLOP/s and the FLOPs of one sample's forward, for MFU; None if unknown.
@@ -419,8 +418,6 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
 
         warn_unless_sums_add_up(state)
 
-        # After its first backward, DDP sums gradients in another order. If that matters, `warm_up`
-        # tries a step that changes nothing, so that a resumed run has the same bits.
         def try_first_micro_batch() -> None:
             try_step(train_step, state, state.step, state.plan[:1])
 

@@ -91,12 +91,11 @@ def open_base(
             )
         if not is_plain_weights(path):
             raise UserError(
-                f"--checkpoint.frozen no: {path} is not a file or folder of weights. If it is a "
-                f"run, export its weights: export --source {path} --to base.safetensors"
+                f"--checkpoint.frozen no: {path} is not a file or a complete folder of weights. If "
+                f"it is a run, export its weights: export --source {path} --to base.safetensors"
             )
         file = OneFile(path)
         forms = file.forms
-        # A model that can load transformers' files has this method, which renames their tensors.
         if hasattr(model, "from_transformers"):
             rename: Any = model.from_transformers
             forms = rename(file.forms)

@@ -1,8 +1,8 @@
 """Save and restore the state of a run.
 
-`save` hands the tensors to the writer (writer.py), which stages them. `_publish` waits until they
-are staged; then the publisher (publish.py) has the files written and hashed, and publishes the
-checkpoint. With checkpoint=dcp_async, staging copies the tensors in the background and `_publish`
+`save` hands the tensors to the writer (writer.py), which stages them. `_publish` runs once they are
+staged: the publisher (publish.py) has the files written and hashed, and publishes the checkpoint.
+With checkpoint=dcp_async, staging copies the tensors in the background and `_publish`
 runs in a thread. Otherwise training waits for the whole save, so staging copies nothing.
 
 `restore` takes the newest good checkpoint, which the publisher finds and verifies, and checks that
@@ -154,8 +154,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Collective. An error on any rank, here or in `publish`, is raised on all of them.
         """
-        # `complete` waits for the staged tensors and checks them. If it fails on one rank, it must
-        # fail on all: in the collectives of `write`, the others would wait for that rank.
+        # `complete` checks the staged tensors. If it fails on one rank, it must fail on all: in the
+        # collectives of `write`, the others would wait for that rank.
         with self.group.together():
             self.writer.complete()
         self.publisher.publish(step, self.writer.write, facts)

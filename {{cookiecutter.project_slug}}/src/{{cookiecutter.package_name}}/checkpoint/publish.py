@@ -323,11 +323,11 @@ class Publisher:
             sync_directory(self.directory)
             for name in leftovers:
                 leftover = self.directory / name
-                try:
-                    shutil.rmtree(leftover)
-                except OSError as error:
-                    # The next save tries it again.
-                    log.warning("%s cannot be removed: %s", leftover, error)
+                # Remove what can be removed. The next save tries the rest again, without a warning.
+                shutil.rmtree(leftover, ignore_errors=True)
+                if leftover.exists() and not self.refused:
+                    self.refused = True
+                    log.warning("%s cannot be removed: look at its permissions", leftover)
 
 
 def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:

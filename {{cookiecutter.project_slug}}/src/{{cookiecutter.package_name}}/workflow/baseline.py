@@ -43,7 +43,6 @@ BATCHES = 8
 # Steps may wait for data for this fraction of their time, or for this many seconds each.
 DATA_WAIT_LIMIT = 0.05
 NEGLIGIBLE_WAIT = 1e-3
-# Advice for steps that wait longer.
 CHEAPER = "make __getitems__ cheaper"
 # Allowed relative differences between two runs, of the first loss and of later ones, if kernels may
 # sum in any order.
