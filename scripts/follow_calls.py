@@ -98,9 +98,9 @@ def follow(package: str, folder: Path) -> dict[str, dict[str, Any]]:
             checkpointer.writer.settle()  # not a part of the save: waits for its thread
             result["save"] = seen.take()
 
-    def follow_restore(checkpointer: Any, *given: bool) -> int:
+    def follow_restore(checkpointer: Any, *given: Any, **named: Any) -> int:
         seen.on = (folder / "checkpoints").exists()
-        step = restore(checkpointer, *given)
+        step = restore(checkpointer, *given, **named)
         if seen.on:
             result["restore"] = seen.take()
         return step

@@ -7,7 +7,8 @@ times as much as the copy. On CUDA, the streams wait for each other as follows:
 2. before the optimizer steps, the training stream waits for the event after the copies;
 3. before it reads the buffers, the thread waits on the host for that event.
 
-On a CPU the thread itself makes the copies.
+On a CPU the thread itself makes the copies, and the host waits for them before the optimizer steps
+(`wait_until_staged` in writer.py).
 """
 
 import math
@@ -116,9 +117,9 @@ def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
     """Allocate host tensors like these in a few large blocks, since each allocation is slow.
 
     The sizes of blocks are powers of two, to which torch's pinned allocator would round them up. A
-    block is not larger than all remaining tensors together, so only the last block has unused
-    memory. But it has at least 1 MB, and room for the largest tensor. Each block takes the largest
-    tensors that still fit.
+    block is the largest one that is not larger than all remaining tensors together, but it has at
+    least 1 MB, and room for the largest tensor. It takes the largest tensors that still fit; the
+    rest of it stays unused.
     """
     placed: Tensors = {}
     remaining = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)

@@ -10,7 +10,7 @@ among the flags of `Stop.poll`; then all of them call `settle`, which raises the
 import logging
 import math
 import time
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -159,11 +159,11 @@ class Writer:
         self.must_wait = False
         started = time.perf_counter()
         # Ctrl-C may interrupt this wait. Then the save is still in flight.
-        wait([self.writing])
+        error = self.writing.exception()
         self.waited = time.perf_counter() - started
-        writing = self.writing
         self.writing = None
-        writing.result()
+        if error is not None:
+            raise error
 
     def close(self) -> None:
         """Wait until the thread has done its work, and stop it."""

@@ -95,11 +95,11 @@ def test_a_failed_save_that_training_waited_for_is_counted(
     writer.settle()
 
     # If Ctrl-C interrupts the wait, the save is still waited for at the end.
-    def interrupted(futures: object) -> None:
+    def interrupted() -> None:
         raise KeyboardInterrupt
 
     writer.begin({}, fail_later, 2, {})
-    monkeypatch.setattr(writer_file, "wait", interrupted)
+    monkeypatch.setattr(writer.writing, "exception", interrupted)
     with pytest.raises(KeyboardInterrupt):
         writer.settle()
     monkeypatch.undo()

@@ -138,7 +138,8 @@ def change_torchrun() -> None:
 
 def launch(arguments: list[str]) -> None:
     """Run torchrun with these arguments; without --nnodes, on one machine."""
-    # The parent may ignore SIGHUP, as nohup does, but torchrun would still handle it.
+    # If the parent ignores SIGHUP, as nohup does, torchrun would still handle it. So take it out of
+    # the list for --signals-to-handle (launch.sh), in which others follow it.
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         arguments = [argument.replace("SIGHUP,", "") for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:

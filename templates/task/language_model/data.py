@@ -79,9 +79,9 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Return training and validation data and their spec; UserError for unusable data.
 
-    Files with names such as valid.txt or val_0.bin are for validation. Without such files, a
-    twentieth of the data is for validation: some of many text files, chosen by a hash of their
-    names, or the end of other data.
+    Token files such as val_0.bin are for validation, and so are text files such as valid.txt beside
+    ones such as train.txt. Without such files, a twentieth of the data is for validation: some of
+    many text files, chosen by a hash of their names, or the end of other data.
     """
     data = config.data
     encoding = "bytes"
@@ -104,10 +104,10 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         identity = fingerprint(*for_training, *for_validation, data.context)
     training = Chunks(for_training, data.context, data.vocabulary, data.token_type)
     validation = Chunks(for_validation, data.context, data.vocabulary, data.token_type)
-    if not for_validation:
-        validation = training.split()
     if not for_training and not for_validation:
         raise UserError(f"--data.path {path} has neither text nor .bin files of tokens")
+    if not for_validation:
+        validation = training.split()
     if not len(training) or not len(validation):
         raise UserError(
             f"{path} has too few tokens for training and validation with a context of "
@@ -120,7 +120,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         tokens_per_sample=data.context,
         fingerprint=identity,
     )
-    # Settings of text may change the batches, so they may change the fingerprint.
+    # Settings of TextConfig may change the batches. Then add them to the fingerprint.
     spec = replace(spec, fingerprint=fingerprint_of_text(data, spec))
     return training, validation, spec
 
@@ -234,8 +234,8 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
         size = file.stat().st_size
         if size == 0 or size % width:
             raise UserError(
-                f"{file} has {size:,} bytes, which is not a multiple of {width}, or 0: it is not a "
-                f"file of {kind} tokens (--data.token-type)"
+                f"{file} has {size:,} bytes: a file of {kind} tokens (--data.token-type) has a "
+                f"positive multiple of {width}"
             )
 
 
@@ -265,12 +265,13 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
                 content = b"\0".join(texts_in(lines, "text", len(content)))
         elif is_json(file):
             json_as_text.append(file)
+        # For a single file this name is ".", which belongs to no split.
         texts[file.relative_to(path)] = content
     # Warn only about the user's own data, which are read without an ending.
     if not ending:
         warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
         warn_of_json_as_text(json_as_text)
-    # Test files are not used.
+    # If the names of the files have splits, those of "test" are not used.
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
         # Without a split in the names, a hash of the name decides. It is the same on every machine,

@@ -33,7 +33,7 @@ LEAST_WINDOWS = WINDOWS[0]
 
 
 def measure(config: StageConfig) -> int:
-    """Measure the baseline and search for faster settings; return 0 if all checks pass, else 1."""
+    """Measure the baseline and search for faster settings; return 1 if a check failed, else 0."""
     expected = read_expected(config.workflow.expect)
     stage = Stage("baseline", config)
     state, steps = baseline.judge_steps(stage)

@@ -50,8 +50,7 @@ def run_command(
     """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class.
 
     `workflow` also passes the arguments on to the processes of its stages. It measures the stage
-    `measure_again` even if its result could be reused, which --workflow.expect of the full
-    workflow needs.
+    `measure_again` even if its result could be reused.
     """
     if name == "fit":
         from .fit import FitConfig, fit

@@ -60,7 +60,7 @@ class Outcome:
 
 
 def measure(config: StageConfig) -> int:
-    """Run the stage; return 0 if all checks pass, else 1."""
+    """Run the stage; return 1 if a check failed, else 0."""
     stage = Stage("checkpoint", config)
     folder = config.directory / "workflow/.drill"
     # An earlier stage that was killed may have left this folder.
@@ -129,11 +129,11 @@ class Drill:
         # The run writes this file just before it kills itself, which `child` reports as an error.
         record = self.folder / "kill.json"
         try:
-            return self.child(self.ranks, "kill")
+            self.child(self.ranks, "kill")
         except RankError:
             if not record.exists():
                 raise
-            return read_json(record)
+        return read_json(record)
 
     def restart(self, killed: dict[str, Any]) -> dict[str, float]:
         """Start the killed run again, check how it resumed and ended; return seconds by phase.
@@ -143,21 +143,24 @@ class Drill:
         # Read the losses now, since the resumed run overwrites those of repeated steps.
         losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
-        # By step, the digests of the tensors that were saved or restored. The steps are strings,
-        # since they are keys in JSON.
+        restart = result["restart"]
+        if not restart:
+            raise RankError(f"the restart found step {STEPS} published, and had nothing to train")
+        resume_step = restart["step"]
+        # By step, the digests of the tensors that were saved or restored. Of a step that both runs
+        # have, those of the resumed run count. The steps are strings, since they are keys in JSON.
         self.saved: dict[str, Digests] = killed["digests"] | result["digests"]
         last = str(STEPS)
-        first = Outcome(losses, killed["digests"][last])
+        repeated = {step: loss for step, loss in losses.items() if step > resume_step}
+        first = Outcome(repeated, killed["digests"][last])
         again = Outcome(losses_of(self.run_dir), self.saved[last])
         problems, same = compare(first, again, self.exact)
-        restart = result["restart"]
-        resume_step = restart["step"]
         # The run was killed in the save of step STEPS, so the save before is the newest one.
         if resume_step != STEPS - EVERY:
             problems.append(f"resumed from step {resume_step}, not {STEPS - EVERY}")
-        saved = killed["digests"].get(str(resume_step), {})
+        before_kill = killed["digests"].get(str(resume_step), {})
         restored = result["digests"].get(str(resume_step), {})
-        wrong_tensors = differing(restored, saved)
+        wrong_tensors = differing(restored, before_kill)
         tensors = wrong_tensors or f"{len(restored)} tensors bit for bit"
         steps = "; ".join(problems) or same
         measured = f"step {resume_step}: {tensors}; {steps}"
@@ -223,6 +226,7 @@ class Drill:
             wrong_tensors = differing(result["digests"], self.saved[str(result["step"])])
             if wrong_tensors:
                 problems.append(f"on {ranks}: {wrong_tensors}")
+            # This text is only shown if there are no problems.
             loaded.append(f"by {ranks} ({len(result['digests'])} tensors bit for bit)")
         if problems:
             measured = "; ".join(problems)
@@ -243,8 +247,14 @@ class Drill:
         self.stage.check(name, passed, measured=measured, wanted=WANTED[name], advice=advice)
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
-        """Run a task of drill.py and return its result; UserError if the project refuses it."""
+        """Run a task of drill.py and return its result.
+
+        If the project refuses the task, it raises UserError for "kill" and "train"; for the others
+        the result has only "refused".
+        """
         file = self.folder / f"{task}.json"
+        # An earlier task of this name may have left one.
+        file.unlink(missing_ok=True)
         try:
             result = run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
         except RankError:
@@ -288,7 +298,8 @@ def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
 def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str]:
     """Compare the same steps, taken twice; return the problems, and a text about what is the same.
 
-    If kernels are not deterministic (not `exact`), only losses are compared, with a tolerance.
+    `again` may have more steps than `first`. If kernels are not deterministic (not `exact`), only
+    losses are compared, with a tolerance.
     """
     # `dtype` turns None into NaN.
     losses = np.array([*first.losses.values()], dtype=float)
@@ -342,6 +353,7 @@ def conclude(stage: Stage) -> None:
     figures = stage.figures
     size = in_units(figures["bytes"])
     say(f"a save of {size} blocks training for {describe(figures['blocked_seconds'])}")
+    # While a save is written, steps are slower, which this cost includes.
     say(f"with slower steps beside it, it costs {describe(figures['cost_seconds'])} of training")
     say(f"it is published after {describe(figures['save_seconds'])}")
     restart = figures["restart_seconds"]
@@ -354,7 +366,7 @@ def advise_interval(stage: Stage) -> None:
     """Recommend how often to save, if the setting is far from the optimum."""
     config = stage.config
     figures = stage.figures
-    step = figures["step_seconds"]["median"]
+    step_seconds = figures["step_seconds"]["median"]
     cost = figures["cost_seconds"]["median"]
     # The seconds until a save is published.
     published = figures["save_seconds"]["median"]
@@ -365,12 +377,12 @@ def advise_interval(stage: Stage) -> None:
     best = best_interval(cost, failures, published)
     figures["hours_between_failures"] = hours
     figures["interval_seconds"] = best
-    best_steps = max(1, math.ceil(best / step))
+    best_steps = max(1, math.ceil(best / step_seconds))
     steps_of_all = steps_of_run(config)
     # The steps and the seconds between saves with the current setting; --checkpoint.every 0 saves
     # only at the end.
-    steps = min(config.checkpoint.every or steps_of_all, steps_of_all)
-    interval = steps * step
+    steps_between = min(config.checkpoint.every or steps_of_all, steps_of_all)
+    interval = steps_between * step_seconds
     lost = f"{lost_fraction(best, cost, restart, failures):.2%}"
     fraction_now = lost_fraction(interval, cost, restart, failures)
     lost_now = f"{fraction_now:.2%}"
@@ -382,26 +394,28 @@ def advise_interval(stage: Stage) -> None:
     # Within a factor of two of the best interval, hardly more time is lost.
     if interval >= published and 0.5 <= interval / best <= 2:
         return
-    if steps == steps_of_all and best_steps >= steps_of_all:
+    if steps_between == steps_of_all and best_steps >= steps_of_all:
         # Both save only at the end.
         return
     why = f"loses {lost} of the time, instead of {lost_now} now"
     if interval < published:
-        why = f"a save takes longer than the {steps} steps between saves, so training waits"
+        between = f"the {steps_between} steps between saves"
+        why = f"a save takes longer than {between}, so training waits"
     # Two digits are enough: 490 rather than 487 steps.
     unit = 10 ** max(0, len(str(best_steps)) - 2)
     rounded = math.ceil(best_steps / unit) * unit
     every_validation = config.train.validate_every
     validates = 0 < every_validation < steps_of_all
     if validates and rounded < steps_of_all:
-        rounded = with_validations(rounded, every_validation, least=math.ceil(published / step))
+        least = math.ceil(published / step_seconds)
+        rounded = with_validations(rounded, every_validation, least)
     if rounded == config.checkpoint.every:
         return
     if rounded >= steps_of_all:
         why = f"this run of {steps_of_all} steps then saves only at its end, and {why}"
     advise(stage, f"--checkpoint.every {rounded}: {why}")
-    # A run that saves only at its end would not keep the step with the best validation. Then the
-    # interval is only advice, and the workflow does not take it over.
+    # Recommend it, so that the workflow takes it over. Otherwise it stays advice: a run with
+    # validations that saves only at its end would not keep the step with the best one.
     if rounded < steps_of_all or not validates:
         recommend(stage, "checkpoint.every", rounded)
 
@@ -418,6 +432,7 @@ def with_validations(steps: int, validate_every: int, least: int = 1) -> int:
     below = steps // validate_every * validate_every
     candidates += [below, below + validate_every]
     best = steps
+    # At first this is the limit. Of equal ratios, the last one counts: the larger interval.
     smallest_ratio = 2.0
     for each in candidates:
         if each >= max(1, least):

@@ -56,7 +56,7 @@ Records = dict[int, dict[str, Any]]
 
 
 def measure(config: StageConfig) -> int:
-    """Run the stage; return 0 if all checks pass, else 1."""
+    """Run the stage; return 1 if a check failed, else 0."""
     stage = Stage("scale", config)
     device = pick_device(config.device)
     cores = usable_cores()
@@ -77,6 +77,7 @@ def measure(config: StageConfig) -> int:
         # `records` has the results of all sizes before the one that failed.
         failed_size = sizes[len(records)]
         failed = f"{named(failed_size, 'process')} ran out of memory"
+        # Not measured (None), which is no failure: it only ends the measurement.
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
         if parallel.SHARDED:
             fit = command_for("fit", config.directory)
@@ -231,8 +232,9 @@ def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
     # If this project uses DDP, the peaks above are those of DDP.
     fits_ddp = passed
     if parallel.SHARDED:
-        # The single process holds the whole state, as each rank would with DDP.
-        ranks_per_memory = 1 if on_gpu else max(peaks)
+        # The single process holds the whole state, as each rank would with DDP. On a CPU all ranks
+        # share one memory.
+        ranks_per_memory = 1 if on_gpu else max(records)
         fits_ddp = ranks_per_memory * peaks[1] <= ROOM * capacity
     current = "FSDP" if parallel.SHARDED else "DDP"
     advised = "DDP" if fits_ddp else "FSDP"

@@ -20,11 +20,12 @@ def load_trained(
     random generators are seeded as at the start of a run. Raises UserError when there is no such
     run or step.
     """
-    # Imported here, so that importing the package does not import torch.
+    # Imported here, so that importing the package does not import torch. One module gets another
+    # name, since a parameter is called `device`.
+    from . import device as devices
     from .checkpoint.transfer import load_weights
     from .config import load, spec_from_json
     from .data import build_datasets
-    from .device import pick_device
     from .distributed import Group
     from .errors import UserError
     from .files import read_json
@@ -49,4 +50,4 @@ def load_trained(
     logging.getLogger(__name__).info("weights: %s", summary)
     # If the caller builds the datasets next, a random split is the same as in training.
     seed_start(config.train.seed)
-    return model.to(pick_device(device)).eval(), spec, config
+    return model.to(devices.pick_device(device)).eval(), spec, config

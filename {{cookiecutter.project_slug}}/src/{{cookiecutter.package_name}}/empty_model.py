@@ -29,16 +29,19 @@ def build_without_values(
 ) -> nn.Module:
     """Build a model whose weights, except those in `new`, are later read from `path`; collective.
 
-    If this is not possible, the model is built as without --init-from, and a log line says why.
+    If this is not possible, the model is built as without --init-from. If it failed, a log line of
+    the first rank says why.
     """
     states = random_states()
     problem = ""
     model: Any = None
     try:
-        # Not for runs and checkpoints, which may lack weights and must be verified first, nor for
-        # incomplete folders, whose error is raised when they are read.
+        # Runs and checkpoints are built with values: they may lack weights, and must be verified
+        # first. So are incomplete folders; the error is raised when they are read.
         if is_plain_weights(path):
-            model = build_on_meta(make, OneFile(path).forms, new)
+            # The tensors of the file or files by name, memory-mapped.
+            stored = OneFile(path).forms
+            model = build_on_meta(make, stored, new)
     # The user's code may raise anything.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
@@ -75,7 +78,8 @@ def build_on_meta(
         if is_plain and not parameter.is_meta and parameter.shape in shapes:
             move(parameter, torch.device("meta"))
 
-    # Tensors that may be on `meta`: those from before, and later the parameters without values.
+    # The ids of tensors that may be on `meta`: at first those from before. The parameters that are
+    # read later are added below.
     known = {id(tensor) for tensor in meta_tensors()}
     hook = register_module_parameter_registration_hook(drop_value)
     try:
@@ -87,6 +91,7 @@ def build_on_meta(
     if hasattr(model, "from_transformers"):
         rename: Any = model.from_transformers
         stored = rename(stored)
+    # Maps names in the model to names in the files.
     stored_names = weight_names(stored, [*model.state_dict()])
     # Parameters whose values are read later. A tied one may be stored under any of its names.
     to_read: set[nn.Parameter] = set()
@@ -97,7 +102,7 @@ def build_on_meta(
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             if parameter not in to_read:
-                raise ValueError(f"{name} has the shape of a tensor in the files, but not its name")
+                raise ValueError(f"{name} has the shape of a tensor in the files, but is not read")
             vars(parameter)[READ_LATER] = True
             known.add(id(parameter))
     # Any other tensor on `meta` was computed from such a parameter, and has no values.
@@ -133,7 +138,7 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 def move(parameter: nn.Parameter, device: torch.device) -> None:
     """Move a parameter without its values; all references to it then see the moved one."""
     moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    # The swap exchanges the attributes, too.
+    # The swap exchanges the attributes, too, so copy them to the other side before.
     vars(moved).update(vars(parameter))
     hooks = parameter._backward_hooks
     late_hooks = parameter._post_accumulate_grad_hooks

@@ -262,6 +262,7 @@ def means(sums: list[float], names: Iterable[str]) -> dict[str, float]:
     UserError if the count of the loss is negative: `check_loss` does not read counts on a GPU.
     """
     count_of_loss = sums[1]
+    # `check_count` would also refuse NaN, which gives a mean of NaN here.
     if count_of_loss < 0:
         check_count(count_of_loss)
     result: dict[str, float] = {}

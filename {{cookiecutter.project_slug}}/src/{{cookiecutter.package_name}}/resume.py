@@ -49,7 +49,8 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
         facts_now=state.loader.position,
     )
     state.checkpointer = checkpointer
-    state.step = checkpointer.restore(config.reset_optimizer, config.init_from)
+    # Frozen weights that checkpoints leave out (--checkpoint.frozen no) are read from --init-from.
+    state.step = checkpointer.restore(config.reset_optimizer, base=config.init_from)
     is_new = state.step == 0
     if is_new and config.init_from:
         summary = load_first_weights(state, group)
@@ -133,14 +134,16 @@ def require_same_settings(config: Config, world: World) -> None:
     `setup` calls it first, since settings decide which collectives a rank calls.
     """
     values: dict[str, Any] = {}
-    # Settings that may differ between ranks. Each machine may have the data in another folder.
+    # Settings that may differ between ranks: those that a resume does not take from the saved run,
+    # such as the device, and the folder of the data on a machine.
     may_differ = OF_ONE_START | {"data.path"}
     for name, value in flatten(to_json(config)):
         if name not in may_differ:
             values[f"the setting {name}"] = value
-    # `may_differ` includes the settings of --init-from. Its path may differ, since the contents of
-    # the files are compared later, but the others must not.
+    # `may_differ` includes these, too. The path of --init-from may differ, since the contents of
+    # the files are compared later, but the rest must not.
     values["whether --init-from is given"] = config.init_from is not None
     values["--init-new"] = [*config.init_new]
     values["--init-strict"] = config.init_strict
+    values["--reset-optimizer"] = config.reset_optimizer
     parallel.require_same(values, world)

@@ -35,13 +35,13 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    # A sample's random numbers are a function of this key and its position in `chosen`, so they are
-    # the same in each validation.
+    # Random numbers are a function of this key and of positions in `chosen`, so they are the same
+    # in each validation.
     key = stream_key(config.seed, VALIDATION_DRAWS)
     # The most samples in one forward of a rank.
     micro_batch_size = config.validate_batch_size or config.micro_batch_size
-    # Samples of all ranks between two calls of `stopped`: at least one full forward of each rank if
-    # --train.validate-batch-size is set.
+    # The samples of all ranks between two calls of `stopped`. --train.validate-batch-size may ask
+    # for more samples in a forward of each rank than a training batch has.
     batch_size = max(config.global_batch_size, config.validate_batch_size * world.size)
     sums: Tensor | float = 0.0
     names: tuple[str, ...] | None = None
@@ -56,8 +56,8 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
                 position = first + indices.start
                 # Without `keys`, samples are not augmented.
                 batch = fetch(state.validation, ids[indices], keys=None, draws=(key, position))
-                # A rank with too few samples repeats one at weight 0. gather_with_gradients must
-                # leave it out, since others would be compared with it twice.
+                # A rank without samples repeats one at weight 0. With this flag,
+                # gather_with_gradients leaves the copy out: others would be compared with it twice.
                 Gathered.is_padding = micro_batch.weight == 0
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 Gathered.is_padding = False
@@ -84,7 +84,7 @@ def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, 
     if not averaged:
         return {}
     for name, value in averaged.items():
-        metrics[name.replace("validation_", "validation_ema_")] = value
+        metrics[f"validation_ema_{name.removeprefix('validation_')}"] = value
     return metrics
 
 
@@ -97,7 +97,7 @@ def validate_in_run(state: "State", stop: Stop, callbacks: list[Any]) -> dict[st
     writer = state.checkpointer.writer
 
     def stopped() -> bool:
-        # Only a stop signal interrupts the validation. If a callback ends the run, it is completed.
+        # Only a stop signal interrupts the validation, and not if a callback ends the run, too.
         agreed = stop.poll(writer.failed)
         return agreed.stop_signal > 0 and not agreed.finish
 

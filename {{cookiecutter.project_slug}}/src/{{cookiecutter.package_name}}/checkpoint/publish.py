@@ -103,7 +103,9 @@ class Publisher:
 
         `write(folder)` writes this rank's files and returns their names. All ranks call it
         together, and if it raises, it raises on all of them. `facts` go into the manifest. Raises
-        CheckpointError, on every rank, when any rank failed; the partial files are removed.
+        CheckpointError, on every rank, when any rank failed, and removes the partial files. A
+        UserError of any rank is raised on every rank as it is. If a rank dies, the others fail or
+        hang in the next collective, until torchrun or the watchdog ends them.
         """
         group = self.group
         reserved = ""

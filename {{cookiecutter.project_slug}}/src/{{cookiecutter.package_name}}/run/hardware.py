@@ -86,6 +86,7 @@ class MemoryUse:
 def in_units(size: float) -> str:
     """Format a number of bytes, as in "1.23 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
+    # Up to 3 digits are bytes, up to 6 kilobytes, and so on.
     digits = len(f"{size:.0f}")
     power = min((digits - 1) // 3, len(units) - 1)
     return f"{size / 1000**power:.3g} {units[power]}"

@@ -51,7 +51,7 @@ OTHERS = 1e-2
 
 
 def measure(config: Config) -> int:
-    """Run the stage; return 0 if all checks pass, else 1."""
+    """Run the stage; return 1 if a check failed, else 0."""
     stage = Stage("baseline", config)
     state, steps = judge_steps(stage)
     more_workers = max(2, 2 * config.train.loader_workers)
