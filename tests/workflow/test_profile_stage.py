@@ -330,6 +330,11 @@ def test_advice_knows_what_was_measured(project: Project, traces: Any, tmp_path:
         compiled.figures["best"] = best
         compiled.close()
         assert wanted in told("kernel-bound")
+        # More devices would not make the host faster.
+        if best == "none":
+            whole_batch = {"train__micro_batch_size": config.train.global_batch_size}
+            hosted = told("host-bound", short, **whole_batch)
+            assert "Try less Python code in a step" in hosted
     assert "--compile.mode" not in told("kernel-bound", compile__mode="full")
     shares = dict(zip(traces.PARTS, (0.2, 0.3, 0.4, 0.0, 0.1), strict=True))
     assert stage.diagnose(shares, 0) == ["kernel-bound", "input-bound", "host-bound"]

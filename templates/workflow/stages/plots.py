@@ -80,7 +80,7 @@ def curves(
     names: dict[str, str],
     unit: float = 1.0,
 ) -> None:
-    """Plot metrics by step, in multiples of `unit`, each from the records that have it.
+    """Plot metrics by step, in multiples of `unit`; records without a metric are left out of it.
 
     `names` maps the metrics to their labels.
     """

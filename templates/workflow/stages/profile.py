@@ -50,7 +50,7 @@ def measure(config: Config) -> int:
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace = tracer.written[-1]
     averages = tracer.profile.key_averages()
-    # On rank 0 those of all ranks, on others only their own.
+    # Filled below: with those of all ranks on rank 0, with its own on another rank.
     breakdowns: list[Breakdown] = []
     problem = ""
     try:
@@ -93,9 +93,9 @@ def measure(config: Config) -> int:
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
     """Trace one window of training steps; the returned profiler has its file and its averages."""
-    # The profiler ends the window when it advances to the next step. That step must be an idle one:
-    # if it began a new window, torch's averages would start again. So a period has at least one
-    # idle step (`wait`).
+    # A period of `Profiler` is `every` steps: idle ones, then the window. The window ends when the
+    # profiler advances to the first step of the next period. That step must be an idle one: if it
+    # began a new window, torch's averages would start again.
     every = max(1, config.wait) + config.warmup + config.active
     tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
@@ -242,7 +242,9 @@ def advice(
     if diagnosis == "input-bound" and fractions["copies"] > fractions["data"]:
         diagnosis = "copies"
     tries = remedies(diagnosis, fractions, rank, config, world_size)
-    if not tries:
+    if not tries and diagnosis == "host-bound":
+        tries = ["less Python code in a step, or a larger --train.global-batch-size"]
+    elif not tries:
         tries = ["a smaller model or more devices, since the loop itself has little to gain"]
     return f"{evidence(diagnosis, fractions, rank)}. Try {', or '.join(tries)}"
 
@@ -291,7 +293,8 @@ def remedies(
         tries.append("a step without .item(), .cpu() and print, which copy and wait")
     if diagnosis == "host-bound":
         # One long gap means slow Python code at that point; many short gaps mean small kernels.
-        # The longest gap includes the overhead of tracing, and so do `rank.fractions`.
+        # The longest gap includes the overhead of tracing. So compare it with `rank.fractions`,
+        # which include it, too; it is removed from `fractions`.
         all_gaps = rank.fractions["host"] * rank.step_seconds
         if rank.longest_gap.seconds > 0.2 * all_gaps:
             return ["to move the Python code at that point out of the step"]
@@ -307,16 +310,17 @@ def remedies(
         if parallel.reshards_after_forward(config.parallel):
             tries.append("--parallel.no-reshard-after-forward")
         tries.append("a larger --train.global-batch-size, or fewer ranks")
-    # Do not advise what the baseline stage has just tried.
+    # Do not advise a setting that the baseline stage has tried and rejected.
     for text in rejected_by_baseline(config):
-        # The text is "OPTION VALUE: REASON". A remedy is such an option, or has it in parentheses.
-        option, _, _ = text.partition(":")
-        tries = [each for each in tries if each != option and f"({option})" not in each]
+        # The text is "--OPTION VALUE: REASON". A remedy is "--OPTION VALUE", or has it in
+        # parentheses.
+        setting, _, _ = text.partition(":")
+        tries = [each for each in tries if each != setting and f"({setting})" not in each]
     return tries
 
 
 def rejected_by_baseline(config: Config) -> list[str]:
-    """Return the settings that `baseline` has tried and does not recommend, with the reasons."""
+    """Return the settings that `baseline` has rejected, with the reasons; [] if it tries none."""
     measured = read_stage(config.directory, "baseline")
     if not measured:
         return []

@@ -53,7 +53,8 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
     buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
-        # Compiled code changes a buffer only once, however often it computes the forward.
+        # Not while compiling: compiled code changes a buffer only once by itself, however often it
+        # computes the forward.
         if buffer_names and not torch.compiler.is_compiling():
             before = {name: block.get_buffer(name).clone() for name in buffer_names}
 

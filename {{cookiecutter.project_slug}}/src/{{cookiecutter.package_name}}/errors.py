@@ -13,8 +13,8 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# Exit code of a rank that fails before its first step with an error that would repeat, so that
-# launch.py does not restart the ranks. (EX_SOFTWARE of sysexits.h)
+# Exit code of a rank that fails before the end of its first step with an error that would repeat,
+# so that launch.py does not restart the ranks. (EX_SOFTWARE of sysexits.h)
 FAILED_AT_START = 70
 # Errors that a restart may avoid: of files, memory, the network or a GPU. They are listed by name,
 # since torch's classes exist only once torch is imported.
@@ -25,7 +25,7 @@ PASSING |= {"RankError"}
 NETWORK_PACKAGES = {"aiohttp", "botocore", "httpcore", "httpx", "urllib3"}
 # Words in the messages of errors that a restart may avoid, but that are plain RuntimeErrors.
 PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error", "cuDNN error")
-# Whether this process has completed a step.
+# Whether this process has completed a step of a distributed run; a stage never sets it.
 stepped = threading.Event()
 
 # On one of these signals a run saves and stops.
@@ -37,7 +37,7 @@ class UserError(ValueError):
 
 
 class RankError(RuntimeError):
-    """A failure on one or more ranks; it is raised on all of them."""
+    """A failure on one or more ranks; `Group.together` raises it on all of them."""
 
 
 def command_for(name: str, run_dir: Path) -> str:
@@ -79,7 +79,8 @@ def run_main(command: Callable[[], int]) -> int:
     except Exception as error:
         line = _in_one_line(error)
         reader_is_gone = isinstance(error, BrokenPipeError) and _stdout_is_closed()
-        if not line and not reader_is_gone and "RANK" not in os.environ:
+        is_handled = line or reader_is_gone or "RANK" in os.environ
+        if not is_handled:
             # Let Python print the traceback, or a debugger stop here.
             raise
         code = 1
@@ -114,7 +115,11 @@ def note_step() -> None:
 
 
 def _would_repeat(error: Exception) -> bool:
-    """Tell whether a restart would fail in the same way: an error in code before the first step."""
+    """Tell whether a restart would fail in the same way.
+
+    It would if the error comes before the end of the first step, and is not one of files, memory,
+    the network or a GPU.
+    """
     if stepped.is_set():
         return False
     # The bases of its class count, too: a FileNotFoundError is an OSError.

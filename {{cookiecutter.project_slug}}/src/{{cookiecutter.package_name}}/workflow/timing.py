@@ -67,7 +67,8 @@ def record_steps(state: State, steps: int) -> Steps:
         # `train_step` adds to the sums, so reset them to get the loss of the next step alone.
         state.sums = 0.0
     # In training, the host would not wait for the device but read the next batch in that time. So
-    # the wait for data would be hidden, in whole or in part.
+    # that wait for data would be hidden, in whole or in part. Here a step's own wait stands in for
+    # that of the next batch.
     hidden = np.minimum(waits, idle)
     return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
