@@ -83,6 +83,7 @@ PRIVATE = (
     "torch.ops.aten.add.Tensor._overloadpacket",
     "torch.testing._internal.distributed.fake_pg.FakeStore",
     "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils.data._utils.signal_handling._error_if_any_worker_fails",
     "torch.utils.data._utils.signal_handling._remove_worker_pids",
     "torch.utils.data.dataloader._MultiProcessingDataLoaderIter._worker_pids_set",
     "torch.utils._pytree.tree_leaves",

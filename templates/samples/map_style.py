@@ -30,7 +30,7 @@ from .errors import STOP_SIGNALS, UserError
 from .permutation import Permutation as Permutation
 from .permutation import random_words
 from .permutation import stream_key as stream_key
-from .worker_errors import shortage, start_workers
+from .worker_errors import raise_if_a_worker_died, shortage, start_workers
 
 if TYPE_CHECKING:
     from .config import TrainConfig
@@ -343,6 +343,8 @@ class Loader:
                 line = shortage(error)
                 if line:
                     raise UserError(line) from None
+                if isinstance(error, OSError | EOFError):
+                    raise_if_a_worker_died()
                 # After DataLoader's timeout, check for a stop signal, then wait again. Other errors
                 # end the run. So does a dead pinning thread, which DataLoader does not notice when
                 # it has a timeout.

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.conftest import Project, project_fixture, recipe
 
@@ -194,6 +195,31 @@ def test_a_batch_that_a_worker_cannot_send_ends_the_run(project: Project, of_wor
     with pytest.raises(error, match=r"^a loader worker cannot send a batch: .*pickle"):
         of_workers(lambda: lambda: None, 2)
     assert not multiprocessing.active_children()
+
+
+def test_a_worker_that_dies_while_it_sends_is_named(
+    project: Project, of_workers: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It breaks the connection over which a batch is received, which alone tells no cause."""
+    sampling = project.module("sampling")
+
+    def die_and_break(iterator: Any) -> Any:
+        (worker,) = iterator._workers
+        worker.kill()
+        raise ConnectionResetError(104, "Connection reset by peer")
+
+    iterator = torch.utils.data.dataloader._MultiProcessingDataLoaderIter
+    start = sampling.start_workers
+
+    def start_and_break(*arguments: Any) -> Any:
+        made = start(*arguments)
+        monkeypatch.setattr(iterator, "__next__", die_and_break)
+        return made
+
+    monkeypatch.setattr(sampling, "start_workers", start_and_break)
+    with pytest.raises(RuntimeError, match="is killed by signal: Killed"):
+        of_workers(dict)
+    monkeypatch.undo()
 
 
 # A run whose loader worker hangs at its fourth batch.

@@ -3,10 +3,12 @@
 import contextlib
 import pickle
 import resource
+import time
 from collections.abc import Mapping
 from typing import Any
 
 from torch.utils.data import DataLoader
+from torch.utils.data._utils import signal_handling
 
 from .errors import UserError
 
@@ -36,6 +38,18 @@ def shortage(error: BaseException) -> str:
             f"the container more (docker run --shm-size=8g, or --ipc=host), {other_way}"
         )
     return ""
+
+
+def raise_if_a_worker_died() -> None:
+    """Raise torch's RuntimeError, which names the signal, if a loader worker has died.
+
+    A worker that dies while this process receives its batch breaks the connection: an OSError or
+    EOFError that does not tell the cause.
+    """
+    # The system may report the end of the worker a moment later.
+    for _ in range(10):
+        signal_handling._error_if_any_worker_fails()
+        time.sleep(0.1)
 
 
 def allow_open_files() -> None:
