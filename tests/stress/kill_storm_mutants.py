@@ -30,8 +30,8 @@ def _restores_no_moments(package: str) -> None:
     checkpointer = importlib.import_module(f"{package}.checkpoint.checkpointer").Checkpointer
     restore = checkpointer.restore
 
-    def forgetful(self, *given: bool) -> int:
-        step = restore(self, *given)
+    def forgetful(self, *given: Any, **named: Any) -> int:
+        step = restore(self, *given, **named)
         self.optimizer.state.clear()
         return step
 

@@ -134,8 +134,8 @@ def misread(training: Any, settings: Any, world: Any) -> str:
     """What a start says when one rank has read another bit of a weight."""
     restore = training.Checkpointer.restore
 
-    def wrongly(self: Any, *given: Any) -> int:
-        step = restore(self, *given)
+    def wrongly(self: Any, *given: Any, **named: Any) -> int:
+        step = restore(self, *given, **named)
         if world.rank == 1:
             weight = training.parallel.local_part(self.model.out.weight.detach())
             weight.view(torch.int32)[0, 0] ^= 1
