@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from benchmarks.common import TASKS, render
 from tests.forked import settle
 
@@ -339,7 +341,10 @@ def copy_run(run_dir: Path, to: Path) -> None:
 
 def import_all(names: Iterable[str]) -> None:
     """Import what a rank needs, so that a fork has it; nothing here may compute."""
-    os.environ["OMP_NUM_THREADS"] = "1"  # a process with threads cannot be forked; read by torch
+    # A process with threads cannot be forked, and another number of threads gives other bits. torch
+    # reads the variable only when it is imported: it is for processes that start anew.
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     for name in names:
         for part in ("__main__", "train"):
