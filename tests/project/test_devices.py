@@ -200,6 +200,21 @@ def test_a_checksum_sees_each_bit_and_each_place(sharded: Project, seed: int, dt
     assert bool(checksum(moved) == checksum(tensor)) is torch.equal(moved, tensor)
 
 
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [("cuda:5", "choose another index"), ("cuda", "start fewer processes on this machine")],
+)
+def test_a_gpu_that_is_not_there_has_a_way_out(
+    project: Project, monkeypatch: pytest.MonkeyPatch, name: str, way_out: str
+) -> None:
+    """For an index of the user's, and for one of a process."""
+    device = project.module("device")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    with pytest.raises(project.module("errors").UserError, match=f"no GPU 5 among.*{way_out}"):
+        device.pick_gpu(torch.device(name))
+
+
 @pytest.mark.parametrize("reduce_each", [False, True])
 def test_each_micro_batch_that_is_reduced_counts_what_a_rank_lacks(
     sharded: Project, monkeypatch: pytest.MonkeyPatch, reduce_each: bool

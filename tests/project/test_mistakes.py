@@ -584,7 +584,7 @@ def compute_loss(model, batch):
 
 
 def test_ranks_may_report_a_metric_of_an_unused_parameter(edited: tuple[Path, str]) -> None:
-    """DDP does not wait for a gradient of what only a metric depends on."""
+    """With the setting, DDP does not wait for the gradient of what only a metric depends on."""
     without_bias = UNUSED.replace("nn.Linear(2, 2)", "nn.Linear(2, 2, bias=False)")
     folder, _, _ = edit(edited, without_bias + IN_A_METRIC)
     command = ("bash", "launch.sh", "-n", "2", "train", *TINY, "--train.steps", "3")

@@ -226,6 +226,28 @@ def test_resharding_is_judged(on_many: Stand, fault: str) -> None:
     assert said[fault] in checks["reshard"]["measured"]
 
 
+def test_a_restart_that_had_nothing_to_train_is_a_finding(on_one: Stand, tmp_path: Path) -> None:
+    """The save of the killed run was published after all."""
+    drill = SimpleNamespace(run_dir=tmp_path)
+    drill.child, drill.ranks = lambda ranks, task: {"restart": {}, "digests": {}}, 1
+    with pytest.raises(on_one.project.module("errors").RankError, match="found step 12 published"):
+        on_one.recovery.Drill.restart(drill, {"digests": {}})
+
+
+def test_a_crash_is_not_told_as_an_earlier_refusal(
+    on_one: Stand, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    error = on_one.project.module("errors").RankError
+
+    def crash(*words: object, **options: object) -> None:
+        raise error("crashed")
+
+    monkeypatch.setattr(on_one.recovery, "run_task", crash)
+    (tmp_path / "reload.json").write_text('{"refused": "by one process"}')
+    with pytest.raises(error, match="crashed"):
+        on_one.recovery.Drill.child(SimpleNamespace(folder=tmp_path), 1, "reload")
+
+
 def test_which_world_sizes_there_can_be(
     on_one: Stand, on_many: Stand, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,12 +10,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-import torch.utils._pytree as pytree
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError, UserError
-from ..loss import LossSum
 from .agreement import LOADED, checksum_of_all
 from .agreement import agree_on_buffers as agree_on_buffers
 from .agreement import all_reduce as all_reduce
@@ -88,14 +86,7 @@ class DdpModule(nn.Module):
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
         """Return `function(model, *given)`; without a function, `model(*given)`."""
-        result = function(self.model, *given)
-        if isinstance(result, LossSum):
-            # A metric may depend on a parameter that the loss does not depend on. It has to be
-            # detached: with --parallel.find-unused-parameters, DDP would wait for the gradient of
-            # that parameter, and not reduce the others in its bucket.
-            metrics = pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result.metrics)
-            return result._replace(metrics=metrics)
-        return result
+        return function(self.model, *given)
 
 
 def wrap(

@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 # What the error message of `compare_loaded` (parallel.py) names as different.
 LOADED = "the checksum of the loaded tensors (if it differs, a disk or memory is faulty)"
-# Steps between the checks of `agree_on_buffers` for buffers that have begun to differ.
+# On a GPU, steps between the checks of `agree_on_buffers` for buffers that have begun to differ.
 LOOK_EVERY = 50
 # Its attribute `open` tells whether this thread is inside a `together` block.
 _block = threading.local()
@@ -302,15 +302,17 @@ def _print_to(out: int, err: int) -> None:
 def agree_on_buffers(running: Any, step: int, world: World) -> None:
     """Make RunningBuffers (run/bad_steps.py) equal on all ranks after a step's forwards.
 
-    Collective. Only buffers that have differed between ranks are sent: most never change, such as
-    masks, and some change alike on all ranks.
+    Collective. Only buffers that differ between ranks are sent: most never change, such as masks,
+    and some change alike on all ranks.
     """
     if world.size == 1 or not running.slots:
         return
     tensors = running.tensors()
-    # Reading the result of the comparison makes the host wait for the device, so it is only done at
-    # some steps. A buffer that begins to differ in between is sent from the next comparison on.
-    if running.differing is None or step % LOOK_EVERY == 0:
+    if world.device.type == "cpu":
+        running.differing = _differing(tensors)
+    elif running.differing is None or step % LOOK_EVERY == 0:
+        # Reading the result of the comparison makes the host wait for the device, so there it is
+        # only done at some steps. A buffer that has differed is sent from then on.
         known = running.differing or set()
         running.differing = known | _differing(tensors)
     # Floating-point buffers get the mean over the ranks, others (counts, flags) rank 0's value.

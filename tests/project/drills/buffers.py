@@ -5,6 +5,7 @@ The buffers are the same after each step, and exact after a stop.
 Usage: buffers.py FOLDER PACKAGE... (by `drill`, on two ranks)
 """
 
+import dataclasses
 import importlib
 import os
 import signal
@@ -12,6 +13,7 @@ import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -171,8 +173,18 @@ def odd_metrics(training: Any, settings: Any, world: Any) -> list[str]:
     return said
 
 
-def reset_in_between(training: Any, settings: Any, world: Any) -> list[bool]:
-    """After which steps a buffer is alike that changes only between the steps that look."""
+def reset_in_between(training: Any, settings: Any, world: Any, kind: str) -> list[bool]:
+    """After which steps a buffer is alike that changes only between the steps that look.
+
+    `kind` is the device that the comparison takes this one for: on a GPU it would make the host
+    wait, so only some steps look.
+    """
+    parallel = training.parallel
+    agree = parallel.agree_on_buffers
+    device = SimpleNamespace(type=kind)
+    parallel.agree_on_buffers = lambda running, step, world: agree(
+        running, step, dataclasses.replace(world, device=device)
+    )
     agreement = sys.modules[f"{training.__package__}.distributed.agreement"]
     training.build_model = lambda config, spec: Reset(world.rank)
     config = sys.modules[f"{training.__package__}.config"]
@@ -184,6 +196,7 @@ def reset_in_between(training: Any, settings: Any, world: Any) -> list[bool]:
         first, second = gathered(tensors(state.model))
         alike.append(torch.equal(first["codebook"], second["codebook"]))
     agreement.LOOK_EVERY = every
+    parallel.agree_on_buffers = agree
     return alike
 
 
@@ -290,8 +303,9 @@ def main(folder: Path, packages: list[str]) -> None:
         for text in (said := odd_metrics(training, settings, world)):
             assert "must be the same on all ranks: " in text and "of_1" in text, text
         assert len(said) == 2
-        alike = reset_in_between(training, settings, world)
+        alike = reset_in_between(training, settings, world, "cuda")
         assert alike == [True, False, False, False, True, True, True, True], alike
+        assert all(reset_in_between(training, settings, world, "cpu"))
         if world.rank == 0:
             print(f"{name}: the ranks agree")
     training.leave(world)

@@ -42,6 +42,10 @@ def main(folder: Path, package: str) -> None:
             {"data.path": text, "init_from": Path("weights.pt") if rank == "1" else None},
             "whether --init-from is given must be the same on all ranks: True on rank 1, False on",
         ),
+        (
+            {"data.path": text, "reset_optimizer": rank == "1"},
+            "--reset-optimizer must be the same on all ranks: True on rank 1, False on rank 0",
+        ),
     ):
         try:
             training._run(config.override(ground, changes), world, [])

@@ -46,8 +46,8 @@ class RunningBuffers:
     saves, validation and recomputed activations do not change them.
     """
 
-    # Indices of the buffers that have differed between ranks, set by `agree_on_buffers`; None
-    # before its first comparison.
+    # Indices of the buffers that `agree_on_buffers` sends between ranks; None before its first
+    # comparison.
     differing: set[int] | None = None
 
     def __init__(self, model: nn.Module) -> None:
