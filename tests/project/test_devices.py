@@ -186,7 +186,7 @@ def test_that_nothing_was_compiled_is_a_warning(
 @given(seed=st.integers(0, 2**32), dtype=st.sampled_from([torch.float32, torch.bool, torch.int8]))
 @settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_a_checksum_sees_each_bit_and_each_place(sharded: Project, seed: int, dtype: Any) -> None:
-    checksum = sharded.module("distributed.agreement").checksum
+    checksum = sharded.module("distributed.buffers").checksum
     random = torch.Generator().manual_seed(seed)
     size = int(torch.randint(2, 5000, (), generator=random))
     tensor = (torch.randn(size, generator=random) > 0).to(dtype)
@@ -237,6 +237,6 @@ def test_each_micro_batch_that_is_reduced_counts_what_a_rank_lacks(
 @pytest.mark.parametrize("number", [0, 1, 5, 2**40, -(2**63)])
 def test_a_checksum_tells_a_number_from_its_complement(sharded: Project, number: int) -> None:
     """All bits differ between 0 and -1, which may both stand for "no index"."""
-    checksum = sharded.module("distributed.agreement").checksum
+    checksum = sharded.module("distributed.buffers").checksum
     ours, theirs = torch.tensor([number]), torch.tensor([~number])
     assert checksum(ours) != checksum(theirs)

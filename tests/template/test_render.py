@@ -128,7 +128,9 @@ CONDITIONAL: dict[str, Condition] = {
         every(f"{PACKAGE}/workflow", "scale"),
         lambda a: stages(a) and ranks(a),
     ),
-    **dict.fromkeys(every(f"{PACKAGE}/distributed", "world agreement watchdog launch"), ranks),
+    **dict.fromkeys(
+        every(f"{PACKAGE}/distributed", "world agreement buffers watchdog launch"), ranks
+    ),
     f"{PACKAGE}/checkpoint/dcp.py": lambda a: a["checkpoint"] != "torch_save",
     f"{PACKAGE}/checkpoint/staging.py": lambda a: a["checkpoint"] == "dcp_async",
     f"{PACKAGE}/distributed/stragglers.py": lambda a: ranks(a) and a["cluster"] != "none",
@@ -195,7 +197,7 @@ OWNERS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
         every(
             f"{PACKAGE}/distributed",
-            "parallel shardable world agreement watchdog launch",
+            "parallel shardable world agreement buffers watchdog launch",
         ),
         ("parallelism",),
     ),

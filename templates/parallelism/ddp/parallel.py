@@ -14,10 +14,11 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import RankError, UserError
-from .agreement import LOADED, checksum_of_all
-from .agreement import agree_on_buffers as agree_on_buffers
+from .agreement import LOADED
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
+from .buffers import agree_on_buffers as agree_on_buffers
+from .buffers import checksum_of_all
 from .world import World
 
 if TYPE_CHECKING:

@@ -22,10 +22,11 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from ..device import READ_LATER, meta_tensors, random_states, set_random_states
 from ..errors import RankError, UserError
-from .agreement import LOADED, checksum_of_all
-from .agreement import agree_on_buffers as agree_on_buffers
+from .agreement import LOADED
 from .agreement import all_reduce as all_reduce
 from .agreement import require_same as require_same
+from .buffers import agree_on_buffers as agree_on_buffers
+from .buffers import checksum_of_all
 from .shardable import (
     can_be_filled,
     check_batch_norm,

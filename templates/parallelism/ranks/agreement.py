@@ -1,4 +1,4 @@
-"""Let ranks share host values and errors, and agree on running buffers.
+"""Let ranks share host values and errors, and require equal ones.
 
 If one rank fails inside a `Group.together` block, its error is raised on all ranks. If it fails
 anywhere else, its process ends (errors.py). The others then wait in their next collective, until it
@@ -15,14 +15,13 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn, TextIO, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..errors import RankError, UserError
@@ -33,8 +32,6 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 # What the error message of `compare_loaded` (parallel.py) names as different.
 LOADED = "the checksum of the loaded tensors (if it differs, a disk or memory is faulty)"
-# On a GPU, steps between the checks of `agree_on_buffers` for buffers that have begun to differ.
-LOOK_EVERY = 50
 # Its attribute `open` tells whether this thread is inside a `together` block.
 _block = threading.local()
 
@@ -299,65 +296,6 @@ def _print_to(out: int, err: int) -> None:
         os.dup2(target, descriptor)
 
 
-def agree_on_buffers(running: Any, step: int, world: World) -> None:
-    """Make RunningBuffers (run/bad_steps.py) equal on all ranks after a step's forwards.
-
-    Collective. Only buffers that differ between ranks are sent: most never change, such as masks,
-    and some change alike on all ranks.
-    """
-    if world.size == 1 or not running.slots:
-        return
-    tensors = running.tensors()
-    if world.device.type == "cpu":
-        running.differing = _differing(tensors)
-    elif running.differing is None or step % LOOK_EVERY == 0:
-        # Reading the result of the comparison makes the host wait for the device, so there it is
-        # only done at some steps. A buffer that has differed is sent from then on.
-        known = running.differing or set()
-        running.differing = known | _differing(tensors)
-    # Floating-point buffers get the mean over the ranks, others (counts, flags) rank 0's value.
-    to_average: list[Tensor] = []
-    to_copy: list[Tensor] = []
-    for index in sorted(running.differing):
-        tensor = tensors[index]
-        if tensor.is_complex():
-            # The view shares the memory of the buffer.
-            tensor = torch.view_as_real(tensor)
-        if tensor.is_floating_point():
-            to_average.append(tensor)
-        else:
-            to_copy.append(tensor)
-    if to_average:
-        # Sum in float64, so that the order of summation hardly matters.
-        values = torch.cat([tensor.flatten().to(torch.float64) for tensor in to_average])
-        dist.all_reduce(values)
-        _scatter(values / world.size, to_average)
-    if to_copy:
-        # The sum over the ranks has rank 0's values, since the other ranks add zeros.
-        values = torch.cat([tensor.flatten().to(torch.int64) for tensor in to_copy])
-        if world.rank != 0:
-            values.zero_()
-        dist.all_reduce(values)
-        _scatter(values, to_copy)
-
-
-def _differing(tensors: list[Tensor]) -> set[int]:
-    """Return the indices of tensors whose bytes differ between ranks; collective."""
-    sums = torch.stack([checksum(tensor) for tensor in tensors])
-    # One MAX finds both extremes: the maximum of the negated sums is the negated minimum.
-    extremes = torch.cat([sums, -sums])
-    dist.all_reduce(extremes, dist.ReduceOp.MAX)
-    highest, negative_lowest = extremes.chunk(2)
-    return set((highest != -negative_lowest).nonzero().flatten().tolist())
-
-
-def _scatter(values: Tensor, tensors: list[Tensor]) -> None:
-    """Copy consecutive parts of `values` into the tensors, in their dtypes (no collective)."""
-    sizes = [tensor.numel() for tensor in tensors]
-    for tensor, part in zip(tensors, values.split(sizes), strict=True):
-        tensor.copy_(part.view_as(tensor))
-
-
 def require_same_model(model: nn.Module, world: World) -> None:
     """Raise UserError, on every rank, unless all have built the same tensors in the same order.
 
@@ -434,33 +372,6 @@ def require_same(values: dict[str, Any], world: World, error: Any = UserError) -
             if value != expected:
                 text = f"{name} must be the same on all ranks: {value} on rank {rank}"
                 raise error(f"{text}, {expected} on rank {first_rank}")
-
-
-def checksum(tensor: Tensor) -> Tensor:
-    """Return a number, on the tensor's device, that changes if any single bit flips.
-
-    Most other changes, such as swapped values, change it, too. It is not cryptographic.
-    """
-    content = tensor.detach().contiguous().flatten().view(torch.uint8)
-    # View the bytes as rows of 128 integers of 8 bytes; zeros fill the last row.
-    padding = -len(content) % 1024
-    rows = F.pad(content, (0, padding)).view(torch.int64).view(-1, 128)
-    # Mix the high bits of each integer into lower ones. Otherwise two flipped sign bits would
-    # cancel: each changes the sum below by 2 ** 63, whatever its weight. The mask makes the shift
-    # one without the sign: two different integers stay different.
-    rows = rows ^ ((rows >> 29) & (2**35 - 1))
-    # The result is a weighted sum of the integers modulo 2 ** 64. The weight of each is the sum of
-    # its row's and its column's weight. It is odd, so its product with a change is never 0.
-    row_sums = rows.sum(1)
-    column_sums = rows.sum(0)
-    row_weights = 2 * torch.arange(len(row_sums), device=tensor.device) + 1
-    column_weights = 2_000_006 * torch.arange(128, device=tensor.device)
-    return (row_sums * row_weights).sum() + (column_sums * column_weights).sum()
-
-
-def checksum_of_all(tensors: Iterable[Tensor]) -> int:
-    """Return the sum of the checksums of tensors."""
-    return sum(int(checksum(tensor)) for tensor in tensors)
 
 
 def all_reduce(tensor: Tensor, world: World) -> Tensor:

@@ -185,17 +185,17 @@ def reset_in_between(training: Any, settings: Any, world: Any, kind: str) -> lis
     parallel.agree_on_buffers = lambda running, step, world: agree(
         running, step, dataclasses.replace(world, device=device)
     )
-    agreement = sys.modules[f"{training.__package__}.distributed.agreement"]
+    buffers = sys.modules[f"{training.__package__}.distributed.buffers"]
     training.build_model = lambda config, spec: Reset(world.rank)
     config = sys.modules[f"{training.__package__}.config"]
     settings = config.override(settings, {"train.micro_batch_size": 6})
-    state, every = training.setup(settings, world), agreement.LOOK_EVERY
-    agreement.LOOK_EVERY, alike = 4, []
+    state, every = training.setup(settings, world), buffers.LOOK_EVERY
+    buffers.LOOK_EVERY, alike = 4, []
     for _ in range(8):
         training.train_step(state, state.loader.next())
         first, second = gathered(tensors(state.model))
         alike.append(torch.equal(first["codebook"], second["codebook"]))
-    agreement.LOOK_EVERY = every
+    buffers.LOOK_EVERY = every
     parallel.agree_on_buffers = agree
     return alike
 
