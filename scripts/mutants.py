@@ -3,7 +3,7 @@
 python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--seconds 240] [--out FILE]
 
 What was found is added to `out` line by line: a run that was cut off continues where it was, and
-only places whose file has changed, or that new tests reach, are tried again.
+only places in files whose code has changed, or that new tests reach, are tried again.
 docs/evidence/reliability.md has what no test noticed, with the reasons that
 tests/stress/survivors.toml gives.
 
@@ -11,9 +11,10 @@ First each test runs once on a render that notes the lines that it reaches, in w
 reaches them. Of all places that can be broken, `count` are drawn by the seed. For each, the tests
 that reach it run: the render's own, then those of the template's that hold a render to its promises
 (TEMPLATES), on renders that are broken likewise; the sharp and quick first, as many files as take
-`seconds` together. The next run tries more of them on what survived. All run in forks of this
-process, which has imported torch and computed nothing. A mutant survives if no test fails and none
-reaches its time limit. Whether it changes anything at all has to be judged by eye.
+`seconds` together. Before them all run those that have noticed another breakage of the same file.
+The next run tries more of them on what survived. All run in forks of this process, which has
+imported torch and computed nothing. A mutant survives if no test fails and none reaches its time
+limit. Whether it changes anything at all has to be judged by eye.
 
 Neither mutmut 3.8 nor cosmic-ray 8.7 fits: mutmut changes no decorated function and nothing outside
 functions, hence neither `validate` nor a module's constants; cosmic-ray runs one command anew for
@@ -141,6 +142,17 @@ def mutate(text: str, number: int) -> tuple[str, dict[str, Any]]:
 def plain(tree: ast.AST) -> str:
     """A module as all mutants are written: without comments, a statement on a line."""
     return ast.unparse(tree) + "\n"
+
+
+def code_digest(text: str) -> str:
+    """What tells one version of a module's code from another, whatever its comments say."""
+    tree = ast.parse(text)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and ast.get_docstring(
+            node
+        ):
+            node.body[0] = ast.copy_location(ast.Pass(), node.body[0])
+    return digest(plain(tree))
 
 
 def digest(*texts: str) -> str:
@@ -341,12 +353,21 @@ def lines_of(text: str, number: int) -> tuple[int, int]:
 
 
 def attempt(
-    every: list[Tests], file: str, number: int, known: dict[str, Any], seconds: float
+    every: list[Tests],
+    file: str,
+    number: int,
+    known: dict[str, Any],
+    sharp: set[str],
+    seconds: float,
 ) -> dict[str, Any]:
-    """Break one place and run the tests that reach it and have not yet been tried."""
+    """Break one place and run the tests that reach it and have not yet been tried.
+
+    Those in `sharp` run first, for a quarter of the seconds.
+    """
     started, whole = time.monotonic(), core(every[0].project)[file]
     broken, facts = mutate(whole, number)
-    result = {"file": file, "number": number, "text": digest(whole), **facts}
+    lines = lines_of(whole, number)
+    result = {"file": file, "number": number, "text": code_digest(whole), **facts}
     result |= {"noticed_by": None, "tried": dict(known.get("tried", {}))}
 
     def change(package: Path) -> None:
@@ -355,7 +376,17 @@ def attempt(
             path.write_text(broken)
 
     for tests in every:
-        chosen = tests.reaching(file, lines_of(whole, number))
+        words, usual = [], 0.0
+        for name, (_, reaching) in tests.reaching(file, lines).items():
+            for test in reaching:
+                cost = tests.found[name][test][0]
+                if test in sharp and usual + cost <= seconds / 4:
+                    words.append(test)
+                    usual += cost
+        if not result["noticed_by"]:
+            result["noticed_by"] = first_to_notice(tests, words, usual, change)
+    for tests in every:
+        chosen = tests.reaching(file, lines)
         chosen = {
             name: found
             for name, found in chosen.items()
@@ -367,24 +398,33 @@ def attempt(
         chosen = {n: it for n, it in chosen.items() if sums[n] <= seconds or n == next(iter(sums))}
         words = [test for _, names in chosen.values() for test in names]
         usual = sum(it for it, _ in chosen.values())
-        while words and not result["noticed_by"]:
-            code, failed = outcome(tests, words, change, 120 + 5 * usual)
-            if code == 0:
-                break
-            if not failed:
-                result["noticed_by"] = "time limit" if code is None else f"exit code {code}"
-            # It may fail for what ran before it: it has to fail alone, and pass on what is whole.
-            elif (
-                outcome(tests, [failed], change, 120 + 5 * usual)[0] != 0
-                and outcome(tests, [failed], lambda package: None, 120 + 5 * usual)[0] == 0
-            ):
-                result["noticed_by"] = failed
-            else:
-                words.remove(failed)
+        result["noticed_by"] = first_to_notice(tests, words, usual, change)
         if not result["noticed_by"]:
             result["tried"] |= {name: tests.version(name) for name in chosen}
     result["seconds"] = round(time.monotonic() - started, 1)
     return result | {"date": time.strftime("%Y-%m-%d")}
+
+
+def first_to_notice(
+    tests: Tests, words: list[str], usual: float, change: Callable[[Path], None]
+) -> str | None:
+    """Run tests that usually take so many seconds on a broken render; which of them fails."""
+    words = list(words)
+    limit = 120 + 5 * usual
+    while words:
+        code, failed = outcome(tests, words, change, limit)
+        if code == 0:
+            return None
+        if not failed:
+            return "time limit" if code is None else f"exit code {code}"
+        # It may fail for what ran before it: it has to fail alone, and pass on what is whole.
+        if (
+            outcome(tests, [failed], change, limit)[0] != 0
+            and outcome(tests, [failed], lambda package: None, limit)[0] == 0
+        ):
+            return failed
+        words.remove(failed)
+    return None
 
 
 def outcome(
@@ -418,8 +458,15 @@ def results_in(part: Path, texts: dict[str, str]) -> dict[tuple[str, int], dict[
     return {
         (one["file"], one["number"]): one
         for one in found
-        if digest(texts.get(one["file"], "")) == one["text"]
+        if code_digest(texts.get(one["file"], "")) == one["text"]
     }
+
+
+def that_noticed(part: Path, file: str) -> set[str]:
+    """The tests that have noticed breakages of a file, in whatever version."""
+    lines = part.read_text().splitlines() if part.exists() else []
+    found = [json.loads(line) for line in lines]
+    return {one["noticed_by"] for one in found if one["file"] == file and one["noticed_by"]}
 
 
 def main() -> int:
@@ -462,7 +509,8 @@ def main() -> int:
         print(f"{len(left)} of {len(places)} places to try", flush=True)
 
         def work(place: tuple[str, int]) -> None:
-            found = attempt(every, *place, known.get(place, {}), options.seconds)
+            sharp = that_noticed(options.out, place[0])
+            found = attempt(every, *place, known.get(place, {}), sharp, options.seconds)
             line = json.dumps(found) + "\n"
             with open(options.out, "a") as file:
                 file.write(line)

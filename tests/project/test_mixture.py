@@ -48,6 +48,13 @@ def test_the_samples_at_a_place_do_not_depend_on_the_way_there(
     assert np.bincount(which, minlength=len(sizes)).tolist() == (after - before).tolist()
 
 
+def test_later_versions_draw_the_same_samples(project: Project) -> None:
+    """A checkpoint of today, resumed with the code of next year, continues with the same order."""
+    order = project.module("mixture").MixedBatches([30, 7], {"a": 3, "b": 2}, 5, 0)
+    assert order.ids(0).tolist() == [24, 32, 2, 6, 36]
+    assert order.ids(100).tolist() == [5, 33, 17, 22, 32]
+
+
 def test_each_source_has_its_own_epochs(project: Project) -> None:
     sizes = [30, 7]
     order = project.module("mixture").MixedBatches(sizes, {"a": 3, "b": 2}, 5, 0)

@@ -22,6 +22,7 @@ image = project_fixture(
     "steps_of_images", task="image_classifier", parallelism="single", checkpoint="torch_save"
 )
 text = project_fixture("steps_of_text", parallelism="single", checkpoint="dcp_async")
+ddp = project_fixture("steps_of_ddp", task="image_classifier", parallelism="ddp", tracker="none")
 
 
 def with_statistics(project: Project) -> Any:
@@ -579,21 +580,23 @@ def test_what_is_set_aside_has_the_first_free_name(image: Project, tmp_path: Pat
         ]
 
 
+@pytest.mark.parametrize("parallelism", ["single", "ddp"])
 @pytest.mark.parametrize(
     ("precision", "dtype"), [("bf16", torch.bfloat16), ("fp32", torch.float32)]
 )
 def test_products_have_the_precision_that_was_asked_for(
-    image: Project, precision: str, dtype: torch.dtype
+    image: Project, ddp: Project, parallelism: str, precision: str, dtype: torch.dtype
 ) -> None:
     """Of training and of validation; the weights stay as they are."""
-    training, seen = image.module("train"), []
+    project = ddp if parallelism == "ddp" else image
+    training, seen = project.module("train"), []
     changes = {"train__precision": precision, "train__validate_samples": 8, "data__path": None}
-    state = training.setup(image.config(**changes))
+    state = training.setup(project.config(**changes))
     for module in state.model.modules():
         if isinstance(module, nn.Linear | nn.Conv2d):
             module.register_forward_hook(lambda _, inputs, output: seen.append(output.dtype))
     training.train_step(state, state.loader.next())
     in_training = len(seen)
-    image.module("validation").validate(state)
+    project.module("validation").validate(state)
     assert 0 < in_training < len(seen) and set(seen) == {dtype}
     assert all(weight.dtype == torch.float32 for weight in state.model.parameters())
