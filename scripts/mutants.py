@@ -2,8 +2,9 @@
 
 python -m scripts.mutants [--count 200] [--seed 0] [--jobs 2] [--seconds 240] [--out FILE]
 
-What was found is added to `out` line by line: a run that was cut off continues where it was, and
-only places in files whose code has changed, or that new tests reach, are tried again.
+Only places in files whose code has changed since the results in `out`, or that new tests reach, are
+tried again. What is found goes line by line into a file beside `out` (`.part`), which replaces it
+at the end: a run that was cut off continues where it was.
 docs/evidence/reliability.md has what no test noticed, with the reasons that
 tests/stress/survivors.toml gives.
 
@@ -451,21 +452,32 @@ def untried(every: list[Tests], texts: dict[str, str], place: tuple[str, int], k
     )
 
 
-def results_in(part: Path, texts: dict[str, str]) -> dict[tuple[str, int], dict[str, Any]]:
-    """What an earlier run found on files that are as they were, by place."""
-    lines = part.read_text().splitlines() if part.exists() else []
-    found = [json.loads(line) for line in lines]
+def read_results(out: Path) -> list[dict[str, Any]]:
+    """What earlier runs found, in whatever version of the files; the newest come last."""
+    found: list[dict[str, Any]] = []
+    for file in (out, part_of(out)):
+        lines = file.read_text().splitlines() if file.exists() else []
+        found += [json.loads(line) for line in lines]
+    return found
+
+
+def part_of(out: Path) -> Path:
+    """The file of a run that has not ended."""
+    return out.with_name(f"{out.name}.part")
+
+
+def results_in(out: Path, texts: dict[str, str]) -> dict[tuple[str, int], dict[str, Any]]:
+    """What earlier runs found on files whose code is as it was, by place."""
     return {
         (one["file"], one["number"]): one
-        for one in found
+        for one in read_results(out)
         if code_digest(texts.get(one["file"], "")) == one["text"]
     }
 
 
-def that_noticed(part: Path, file: str) -> set[str]:
+def that_noticed(out: Path, file: str) -> set[str]:
     """The tests that have noticed breakages of a file, in whatever version."""
-    lines = part.read_text().splitlines() if part.exists() else []
-    found = [json.loads(line) for line in lines]
+    found = read_results(out)
     return {one["noticed_by"] for one in found if one["file"] == file and one["noticed_by"]}
 
 
@@ -512,13 +524,14 @@ def main() -> int:
             sharp = that_noticed(options.out, place[0])
             found = attempt(every, *place, known.get(place, {}), sharp, options.seconds)
             line = json.dumps(found) + "\n"
-            with open(options.out, "a") as file:
+            with open(part_of(options.out), "a") as file:
                 file.write(line)
 
         side_by_side(options.jobs, [lambda p=place: work(p) for place in left])
         known = results_in(options.out, texts)
         results = [known[place] for place in places]
     options.out.write_text("".join(json.dumps(result) + "\n" for result in results))
+    part_of(options.out).unlink(missing_ok=True)
     survivors = [result for result in results if result["noticed_by"] is None]
     print(f"{len(results) - len(survivors)} of {len(results)} mutants noticed")
     for one in survivors:

@@ -1,13 +1,13 @@
 """Read and write sharded checkpoints with torch.distributed.checkpoint (DCP).
 
-All use of DCP's private names is in this file. Writing adds three things to DCP's own `save`:
+Only this file uses private names of DCP. Writing adds three things to DCP's own `save`:
 
 - tensors that several ranks hold are divided evenly among these ranks;
 - errors of writer threads, which DCP loses, are raised;
-- each run has its own cache of save plans, while DCP has one per process.
+- each run caches its save plans under its own key, while DCP uses one key for the whole process.
 
-Reading runs no code from a checkpoint: the unpickler for DCP's index accepts only DCP's own
-classes, and only files named in the verified manifest are opened.
+Reading runs no code from a checkpoint: the unpickler for DCP's index accepts only the few harmless
+types that an index needs. The index may refer only to files that the verified manifest names.
 """
 
 import contextlib
@@ -33,16 +33,16 @@ from .manifest import reading, reason_of
 from .paths import open_regular
 from .tensors import Tensors, check_shapes, nested
 
-# A restore hashes several files at once, so each rank writes one file per 32 MB, up to 4.
+# Each rank writes one file per 32 MB, but at most 4. A restore hashes several files in parallel.
 BYTES_PER_FILE = 32 << 20
 MOST_FILES = 4
-# The fixed cost of writing a tensor, expressed in bytes.
+# Writing a tensor has a fixed cost, which equals the cost of writing this number of bytes.
 TENSOR_COST = 4096
-# Without a process group, DCP warns at each save that there is none. Filters apply to the whole
-# process and a save may run in a thread, so the filter is set once and never removed.
+# Without a process group, DCP warns at each save that there is none. A filter applies to the whole
+# process, and a save may run in a thread, so this filter is set once and never removed.
 warnings.filterwarnings("ignore", "torch.distributed is disabled, unavailable or uninit")
 
-# The classes of which DCP's index consists.
+# The classes of the objects in DCP's index.
 DCP_CLASSES = (
     "MetadataIndex",
     "Metadata",
@@ -53,7 +53,7 @@ DCP_CLASSES = (
     "ChunkStorageMetadata",
     "_MEM_FORMAT_ENCODING",
 )
-# All that the pickled index may refer to: these classes, and what their fields contain.
+# All names that the pickled index may refer to: these classes, and the types of their fields.
 ALLOWED = {
     *(f"torch.distributed.checkpoint.metadata.{name}" for name in DCP_CLASSES),
     "torch.distributed.checkpoint.filesystem._StorageInfo",
@@ -66,14 +66,18 @@ ALLOWED = {
 
 
 class DcpSaver:
-    """Writes the checkpoints of one run; all ranks call `write` together."""
+    """Writes the checkpoints of one run; all ranks call `write` together.
+
+    `threads` is the number of files that each rank writes in parallel (0: by the size).
+    """
 
     def __init__(self, group: Group, threads: int = 0) -> None:
         self.group = group
         self.threads = threads
         # The key of this run's plans in DCP's cache.
         self.cache = uuid.uuid4().hex
-        # Names, shapes and dtypes of the tensors in this rank's last save; None if it failed.
+        # Names, shapes and dtypes of the tensors in this rank's last save; None before the first
+        # save, and after one that failed.
         self.forms: list[Any] | None = None
 
     def write(self, folder: Path, tensors: Tensors) -> list[str]:
@@ -82,8 +86,8 @@ class DcpSaver:
         Raises CheckpointError, on every rank, when any rank failed.
         """
         forms = [(name, tensor.shape, tensor.dtype) for name, tensor in tensors.items()]
-        # DCP would reuse a cached plan although dtypes have changed, or although a failed save has
-        # left it incomplete.
+        # DCP would reuse a cached plan even if dtypes have changed, or if a failed save has left
+        # the plan incomplete. So drop the plans in these cases, on all ranks.
         if self.group.any(forms != self.forms):
             forget_plans(self.cache)
         self.forms = None
@@ -92,7 +96,8 @@ class DcpSaver:
         size = sum(parallel.local_part(tensor).nbytes for tensor in tensors.values())
         files = self.threads
         if not files:
-            # By size, with at most one file per tensor, since DCP would also write empty files.
+            # Choose the number by the size, but at most one file per tensor: with more, DCP would
+            # write empty files.
             files = max(1, min(size // BYTES_PER_FILE, MOST_FILES, len(tensors)))
         writer = DcpWriter(folder, files)
         try:
@@ -104,35 +109,36 @@ class DcpSaver:
                 no_dist=self.group.process_group is None,
             )
         except dcp.CheckpointException as error:
-            # DCP raises this BaseException on all ranks.
+            # DCP raises this exception, a BaseException, on all ranks.
             raise CheckpointError(f"writing {folder}: {failures_of(error)}") from error
         self.forms = forms
         return writer.names
 
 
 class DcpWriter(dcp.FileSystemWriter):
-    """DCP's writer, which also raises errors of its threads.
+    """DCP's writer, changed to raise the errors of its threads.
 
-    DCP would lose these errors, and count a checkpoint with missing files as saved.
+    DCP itself loses these errors, and counts a checkpoint with missing files as saved.
     """
 
     def __init__(self, folder: Path, files: int) -> None:
-        # The publisher syncs the files. To copy ahead, DCP would wait for the training stream.
+        # The publisher syncs the files, so DCP need not. DCP must not copy ahead, since it would
+        # first wait for the training stream.
         super().__init__(folder, sync_files=False, thread_count=files, per_thread_copy_ahead=0)
-        # DCP opens all files with this method.
+        # DCP opens all files with `create_stream`: replace it.
         cast(Any, self.fs).create_stream = self.create
         self.errors: list[Exception] = []
         self.names: list[str] = []
 
     @contextlib.contextmanager
     def create(self, path: Any, mode: str) -> Iterator[Any]:
-        """Create a file; an error is stored in `errors`, and DCP continues."""
+        """Create a file; store an error of a thread in `errors`, so that DCP continues."""
         stream = None
         try:
             with naming(path), path.open(mode) as stream:
                 yield stream
         except Exception as error:
-            # DCP writes its index outside of the threads, and does not lose that error.
+            # DCP writes its index outside of the threads, so it does not lose this error.
             if path.name.startswith(DCP_INDEX):
                 raise
             self.errors.append(error)
@@ -154,9 +160,9 @@ class DcpWriter(dcp.FileSystemWriter):
 
 
 def failures_of(error: dcp.CheckpointException) -> str:
-    """Return up to four different errors, each with the first rank that has it.
+    """Return at most four different errors as text, each with the first rank that had it.
 
-    Raises KeyboardInterrupt if a rank was interrupted by it: DCP catches Ctrl-C, too.
+    Raises KeyboardInterrupt if Ctrl-C interrupted a rank, since DCP catches that, too.
     """
     texts: dict[str, str] = {}
     for rank, (failure, _) in sorted(error.failures.items()):
@@ -169,7 +175,7 @@ def failures_of(error: dcp.CheckpointException) -> str:
 
 
 def forget_plans(cache: str) -> None:
-    """Remove DCP's cached plans under a key."""
+    """Remove the plans that DCP has cached under a key."""
     SavePlanner._cached_save_plan.pop(cache, None)
     SavePlanner._cached_final_save_plan.pop(cache, None)
     SavePlanner._cached_all_plans.pop(cache, None)
@@ -178,18 +184,18 @@ def forget_plans(cache: str) -> None:
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
-    """Write tensors once and return the names of this rank's files; collective."""
+    """Write one checkpoint and return the names of this rank's files; collective."""
     return DcpSaver(group).write(folder, tensors)
 
 
 def divided(tensors: Tensors, group: Group) -> Tensors:
-    """Return the tensors that this rank writes: each shard is written by one of its holders.
+    """Return the tensors that this rank writes, so that exactly one rank writes each shard.
 
-    The holders of a shard are the ranks that have it. From the largest tensor to the smallest, each
-    goes to the holder with the least to write so far, so all write about equally many bytes. All
-    holders compute the same result.
+    The holders of a shard are the ranks that have it. Tensors are assigned from the largest to the
+    smallest, each to the holder that has the least to write so far. So all holders write about the
+    same number of bytes. All of them compute the same assignment, without communication.
     """
-    # For each number of holders, the bytes that each of them writes so far.
+    # Maps a number of holders to the bytes that each of these holders writes so far.
     loads: dict[int, list[int]] = {}
     mine: set[str] = set()
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -223,7 +229,7 @@ class DcpDirectory:
             if unknown:
                 raise pickle.UnpicklingError(f"{DCP_INDEX} points to {unknown.pop()!a:.200}")
             for file_name in file_names:
-                # DCP would follow a link; this call raises for one.
+                # DCP would follow a link. This call raises OSError for one.
                 open_regular(path / file_name).close()
             for name, entry in self.index.state_dict_metadata.items():
                 # Other entries are pickled objects, which are never read.
@@ -240,7 +246,7 @@ class DcpDirectory:
             check_shapes(self.forms, targets)
         planner = dcp.DefaultLoadPlanner()
         reader = dcp.FileSystemReader(self.path)
-        # DCP's own methods would unpickle anything.
+        # Replace DCP's own methods, which would unpickle anything.
         cast(Any, planner).load_bytes = _refuse_object
         cast(Any, reader).read_metadata = self._read_metadata
         with reading(self.path), warnings.catch_warnings():
@@ -255,7 +261,7 @@ class DcpDirectory:
                     no_dist=group.process_group is None,
                 )
             except dcp.CheckpointException as error:
-                # DCP raises this BaseException on all ranks.
+                # DCP raises this exception, a BaseException, on all ranks.
                 text = f"{self.path} cannot be loaded: {failures_of(error)}"
                 raise CheckpointError(text) from error
 
@@ -272,23 +278,24 @@ def _refuse_object(item: Any, value: Any) -> None:
 class IndexUnpickler(pickle._Unpickler):
     """Reads the index of a DCP checkpoint, and accepts only a few harmless classes.
 
-    It extends Python's unpickler, since the one in C does not allow overriding the BUILD opcode.
+    It extends the unpickler that is written in Python, since the usual one, written in C, does not
+    allow overriding the BUILD opcode.
     """
 
     stack: list[Any]
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of that name if DCP writes it; UnpicklingError for any other."""
-        # Python 3.13 pickles paths as pathlib._local.
+        """Return the class of that name if it is ALLOWED; raise UnpicklingError otherwise."""
+        # Python 3.13 pickles a path as pathlib._local.PosixPath.
         module = module.removesuffix("._local")
         if f"{module}.{name}" not in ALLOWED:
             raise pickle.UnpicklingError(f"it asks for {f'{module}.{name}'!a:.200}")
         return getattr(importlib.import_module(module), name)
 
     def load_build(self) -> None:
-        """Set attributes of an object; refuse those of a class, which would affect the process."""
-        # The top of the stack is the attributes; the entry below it is their object.
+        """Set attributes of an object; refuse to change a class, which other code uses, too."""
+        # The top of the stack has the attributes; the entry below it is the object to change.
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)  # pyright: ignore

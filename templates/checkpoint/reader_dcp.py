@@ -10,10 +10,10 @@ from .tensors import OneFile, Source
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open a verified checkpoint or, with manifest {}, a file or directory of tensors.
+    """Open a verified checkpoint, or a file or folder of tensors, for which `manifest` is {}.
 
-    Not collective: each rank opens it for itself. Weights that a checkpoint leaves out are read
-    from its base.
+    Not collective: each rank opens the files for itself. Weights that a checkpoint leaves out are
+    read from its base.
     """
     source = open_saved(path, manifest)
     if "base" not in manifest:
@@ -25,17 +25,17 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
 
 
 def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile | DcpDirectory:
-    """Open the tensors that the checkpoint itself contains."""
+    """Open the tensors at `path`, without those that a checkpoint leaves out."""
     local = local_copy(path, manifest).folder
-    # A file, or a folder of safetensors.
+    # This is a file, or a folder of safetensors, which has neither a manifest nor DCP's index.
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
-    # Without a manifest, the index may refer to any file of the folder.
+    # Without a manifest, DCP's index may refer to any file of the folder.
     files = manifest.get("files") or os.listdir(local)
     if WHOLE_FILE in files:
         return OneFile(local / WHOLE_FILE)
     try:
         return DcpDirectory(local, files)
     except CheckpointError:
-        # Try again: a single bad read of the index must not end a run.
+        # Try once more, since a single bad read of the index must not end a run.
         return DcpDirectory(local, files)

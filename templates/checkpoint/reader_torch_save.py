@@ -9,7 +9,7 @@ from .tensors import OneFile, Source
 
 
 def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
-    """Open a verified checkpoint or, with manifest {}, a file or folder of tensors.
+    """Open a verified checkpoint, or a file or folder of tensors, for which `manifest` is {}.
 
     Weights that a checkpoint leaves out are read from its base.
     """
@@ -23,9 +23,9 @@ def open_tensors(path: Place, manifest: dict[str, Any]) -> Source:
 
 
 def open_saved(path: Place, manifest: dict[str, Any]) -> OneFile:
-    """Open the tensors that the checkpoint itself contains."""
+    """Open the tensors at `path`, without those that a checkpoint leaves out."""
     local = local_copy(path, manifest).folder
-    # A file, or a folder of safetensors.
+    # This is a file, or a folder of safetensors, which has neither a manifest nor DCP's index.
     if not local.is_dir() or (not manifest and not (local / DCP_INDEX).exists()):
         return OneFile(local)
     if not (local / WHOLE_FILE).exists():

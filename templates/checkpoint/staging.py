@@ -1,14 +1,15 @@
 """Stage a save: copy this rank's tensors to host buffers, from which a thread writes them.
 
-The buffers (pinned for CUDA) are reused for the whole run, since touching fresh memory costs fifty
-times as much as the copy. On CUDA, the streams wait for each other as follows:
+The buffers (pinned for CUDA) are reused for the whole run, since the first use of fresh memory
+takes fifty times longer than the copy itself. On CUDA, an event marks the end of the copies, and
+the streams and the thread wait as follows:
 
 1. the copy stream waits for the training stream, whose last step wrote the tensors;
-2. before the optimizer steps, the training stream waits for the event after the copies;
-3. before it reads the buffers, the thread waits on the host for that event.
+2. before the optimizer steps, the training stream waits for the event;
+3. before the thread reads the buffers, it waits on the host for the event.
 
-On a CPU the thread itself makes the copies, and the host waits for them before the optimizer steps
-(`wait_until_staged` in writer.py).
+On a CPU the thread itself makes the copies, and the training loop waits for them before the
+optimizer steps (`wait_until_staged` in writer.py).
 """
 
 import math
@@ -19,25 +20,28 @@ from torch import nn
 from ..distributed import parallel
 from .tensors import Tensors
 
-# NumPy lacks some of torch's dtypes. A copy only moves bits, so it can use any dtype with as many
-# bytes per element: these.
+# NumPy lacks some dtypes of torch, such as bfloat16. A copy only moves bits, so it may use any
+# dtype of the same size. This maps the number of bytes per element to such a dtype.
 BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
-# Tensors in a block begin at multiples of this (bytes).
+# In a block, each tensor begins at a multiple of this number of bytes.
 CACHE_LINE = 64
-# The smallest block has 2 ** 20 bytes.
+# The smallest block has 2 ** 20 bytes (1 MB).
 SMALLEST_BLOCK = 20
 
 
 class HostBuffers:
-    """Buffers on the host for the tensors of a save: `copy`, then `finish` in the thread."""
+    """Buffers on the host for the tensors of a save.
+
+    The training loop calls `copy`, which starts the copies. The thread then calls `finish`.
+    """
 
     def __init__(self, model: nn.Module, device: torch.device) -> None:
         self.model = model
         self.device = device
         self.buffers: Tensors = {}
-        # Pairs of target and source that `finish` has to copy, on a CPU.
+        # On a CPU, the pairs of target and source that `finish` has to copy.
         self.to_copy: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # On CUDA, the stream of the copies, and the event after them.
+        # On CUDA, the stream that makes the copies, and the event that marks their end.
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self.event: torch.Event | None = None
 
@@ -47,7 +51,7 @@ class HostBuffers:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
     def allocate(self, tensors: Tensors) -> None:
-        """Allocate buffers for tensors that do not have one of their shape and dtype."""
+        """Allocate a buffer for each tensor that has no buffer of its shape and dtype yet."""
         missing: Tensors = {}
         for name, tensor in tensors.items():
             local = parallel.local_part(tensor)
@@ -64,7 +68,7 @@ class HostBuffers:
         forward, which may change them.
         """
         self.allocate(tensors)
-        # With all names of tied parameters, as in state_dict().
+        # A tied parameter is listed under all its names, as in state_dict().
         named = self.model.named_parameters(remove_duplicate=False)
         parameters = {f"model.{name}" for name, _ in named}
         copies: Tensors = {}
@@ -74,8 +78,8 @@ class HostBuffers:
             target = self.buffers[name]
             copies[name] = parallel.with_local_part(tensor, target)
             if name.startswith("model.") and name not in parameters:
-                # A registered buffer. On CUDA the training stream makes this copy, and so before
-                # the next forward.
+                # This is a registered buffer of the model. On CUDA the training stream makes the
+                # copy. The next forward is queued on the same stream, so it comes later.
                 target.copy_(source, non_blocking=self.stream is not None)
             else:
                 later.append((target, source))
@@ -85,7 +89,7 @@ class HostBuffers:
         if self.device.type == "cpu":
             self.to_copy = later
         elif self.stream is None:
-            # Other devices have no streams for which the thread could wait, so copy at once.
+            # Other devices have no streams that the thread could wait for, so copy at once.
             torch._foreach_copy_(targets, sources)
         else:
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
@@ -96,12 +100,12 @@ class HostBuffers:
         return copies
 
     def finish(self) -> None:
-        """Complete the copies in the thread: wait for the device, or copy on the CPU."""
+        """Complete the copies, in the thread: wait for CUDA, or copy on a CPU."""
         if self.event is not None:
             self.event.synchronize()
         # NumPy copies on one core and releases the GIL. A torch copy in this thread would start a
-        # second OpenMP pool; with more threads than cores, every later training step would be
-        # slower (by a third on two cores).
+        # second OpenMP pool. There would then be more threads than cores, which would slow down
+        # every later training step (by a third on two cores).
         for target, source in self.to_copy:
             bits = BITS[source.itemsize]
             target.view(bits).numpy()[...] = source.view(bits).numpy()
@@ -116,17 +120,18 @@ class HostBuffers:
 def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
     """Allocate host tensors like these in a few large blocks, since each allocation is slow.
 
-    The sizes of blocks are powers of two, to which torch's pinned allocator would round them up. A
-    block is the largest one that is not larger than all remaining tensors together, but it has at
-    least 1 MB, and room for the largest tensor. It takes the largest tensors that still fit; the
-    rest of it stays unused.
+    The size of a block is a power of two, since torch's pinned allocator would round up any other
+    size. It is the largest power of two that does not exceed the size of all remaining tensors. But
+    a block has at least 1 MB, and room for the largest tensor. Tensors are placed from the largest
+    to the smallest. Those that do not fit into the block are left for the next one.
     """
     placed: Tensors = {}
     remaining = sorted(tensors, key=lambda name: tensors[name].nbytes, reverse=True)
     while remaining:
         total = sum(tensors[name].nbytes + CACHE_LINE for name in remaining)
         largest = tensors[remaining[0]].nbytes
-        # The exponents of the powers of two that are at most `total`, and at least `largest`.
+        # The largest exponent with 2 ** exponent <= total, and the smallest one with
+        # 2 ** exponent >= largest.
         below_total = total.bit_length() - 1
         above_largest = (largest - 1).bit_length()
         exponent = max(SMALLEST_BLOCK, below_total, above_largest)
@@ -146,10 +151,10 @@ def in_blocks(tensors: Tensors, pinned: bool) -> Tensors:
 
 
 def part_of(block: torch.Tensor, start: int, like: torch.Tensor) -> torch.Tensor:
-    """Return a tensor like `like` in the memory of a block, from byte `start` on.
+    """Return a tensor with the shape and dtype of `like`, which begins at byte `start` of a block.
 
-    DCP would clone a tensor that is smaller than its storage, such as a view of the block. A tensor
-    made from a NumPy array has a storage of its own size, here in the memory of the block.
+    A torch view of the block would be smaller than its storage, and DCP would clone such a tensor.
+    A tensor made from a NumPy view has a storage of exactly its size, in the memory of the block.
     """
     part = torch.from_numpy(block.numpy()[start : start + like.nbytes])
     return part.view(like.dtype).view(like.shape)

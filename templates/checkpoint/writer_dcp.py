@@ -25,7 +25,8 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the training loop, which continues once the checkpoint is published."""
 
-    # There are no host buffers to allocate, and `begin` itself raises the error of a failed save.
+    # This writer has no host buffers, so it needs no preparation. `failed` is never true, since
+    # `begin` itself raises the error of a failed save.
     staged_bytes = 0
     prepared = True
     failed = False
@@ -35,7 +36,7 @@ class Writer:
     ) -> None:
         self.group = group
         self.model = model
-        # During a save, the tensors that this rank writes.
+        # The tensors that this rank writes during a save; otherwise {}.
         self.staged: Tensors = {}
         self.saver = DcpSaver(group, config.threads)
 
@@ -48,11 +49,15 @@ class Writer:
         try:
             job(step, facts)
         finally:
-            # An optimizer may replace its tensors; a reference would keep the old ones in memory.
+            # An optimizer may replace its tensors later. A reference here would keep the old ones
+            # in memory.
             self.staged = {}
 
     def complete(self) -> None:
-        """Check the tensors; raises CheckpointError for a NaN or an infinite trained weight."""
+        """Check the tensors; there are no copies to complete.
+
+        Raises CheckpointError for a NaN in any tensor, or an infinity in a trained weight.
+        """
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
@@ -60,10 +65,10 @@ class Writer:
         return self.saver.write(folder, self.staged)
 
     def wait_until_staged(self) -> None:
-        """Do nothing, since no save is in flight."""
+        """Do nothing, since `begin` has completed the save."""
 
     def settle(self) -> None:
-        """Do nothing, since no save is in flight."""
+        """Do nothing, since `begin` has completed the save."""
 
     def close(self) -> None:
         """Do nothing, since nothing runs in the background."""

@@ -1,10 +1,11 @@
 """Write sharded checkpoints with torch.distributed.checkpoint (DCP) in the background.
 
 A save first copies this rank's tensors into host buffers (staging.py). The copies overlap with the
-next forward and backward, which only read parameters, and end before the optimizer changes them. A
-thread then writes, hashes and publishes, using its own process group. Only one save is in flight at
-a time. A save that fails on one rank fails on all of them. The loop sends `failed` to all ranks,
-among the flags of `Stop.poll`; then all of them call `settle`, which raises the error.
+next forward and backward, which only read the parameters. Before the optimizer changes parameters,
+it waits for the copies. A thread then writes and hashes the files and publishes the checkpoint,
+using its own process group. Only one save is in flight at a time. A save that fails on one rank
+fails on all of them. The training loop passes `failed` to `Stop.poll`, which sends it to all ranks.
+Then all of them call `settle`, which raises the error.
 """
 
 import logging
@@ -41,10 +42,10 @@ class CheckpointConfig(StorageConfig):
 def steps_of_a_save(steps: int, seconds: float, waited: float) -> int:
     """Return the smallest --checkpoint.every with which training would not have waited for a save.
 
-    Training waited until the save was published, so the save took all of the `seconds` since it
-    began. In this time training ran for `seconds - waited`, and made `steps` steps.
+    The save took `seconds`. Training made `steps` steps after the save began, and then waited for
+    `waited` seconds until the save was published.
     """
-    # Not zero, since it is a divisor.
+    # The divisor below must not be zero.
     training = max(seconds - waited, 1e-3)
     return math.ceil(steps * seconds / training)
 
@@ -65,20 +66,20 @@ class Writer:
         self.prepared = False
         # The staged tensors of the current or last save.
         self.staged: Tensors = {}
-        # The call of `buffers.finish` in the thread, which completes their copies.
+        # The future of `buffers.finish`, which completes the copies in the thread.
         self.copied: Future[None] | None = None
         # Whether the optimizer must still wait for the copies; it waits once per save.
         self.must_wait = False
-        # The save in flight, which is a job in the thread.
+        # The future of the save in flight, which runs in the thread; None if there is none.
         self.writing: Future[None] | None = None
         # Seconds that training waited for the last save.
         self.waited = 0.0
-        # Whether a warning of such a wait was logged.
+        # Whether a warning about a long wait was logged.
         self.warned = False
         # When the last save began, and its step.
         self.began = time.perf_counter()
         self.step = 0
-        # One thread, which runs its jobs in the order in which they are submitted.
+        # A single thread, so the jobs run one after another, in the order of submission.
         self.thread = ThreadPoolExecutor(1, "checkpoint", self.buffers.begin_thread)
 
     @property
@@ -94,20 +95,21 @@ class Writer:
         return self.buffers.size
 
     def prepare(self, tensors: Tensors) -> None:
-        """Allocate this rank's buffers before the first save, since that is slow."""
+        """Allocate this rank's buffers ahead of the first save, since allocating is slow."""
         self.prepared = True
         self.buffers.allocate(divided(tensors, self.group))
 
     def begin(self, tensors: Tensors, job: Job, step: int, facts: dict[str, Any]) -> None:
         """Start copying the tensors, then run `job(step, facts)` in the thread.
 
-        The job calls `complete` and `write`. `settle` must have returned before.
+        The job calls `complete` and `write`. The caller must first call `settle`, so that no other
+        save is in flight.
         """
         now = time.perf_counter()
         if self.waited > LONG_WAIT and self.group.is_first and not self.warned:
             long_enough = steps_of_a_save(step - self.step, now - self.began, self.waited)
-            # The interval may already be long enough, if only this save came early, as the last one
-            # of a run may. With --checkpoint.every 0 there is no interval.
+            # Do not warn if --checkpoint.every is long enough already. Then this save came early,
+            # such as the last save of a run. With --checkpoint.every 0 there is no interval.
             if self.every > 0 and long_enough > self.every:
                 # Warn once per run; metrics.jsonl has each wait.
                 self.warned = True
@@ -128,10 +130,12 @@ class Writer:
     def complete(self) -> None:
         """Check the completed copies, in the thread.
 
-        Raises the error of a failed copy; CheckpointError for a NaN, or an infinite trained weight.
+        Raises the error of a failed copy, or CheckpointError for a NaN in any tensor or an infinity
+        in a trained weight.
         """
         if self.copied is not None:
-            # This does not wait: the thread ran `buffers.finish` before the job that calls this.
+            # This raises an error of `buffers.finish`. It does not wait, since the thread ran
+            # `buffers.finish` before this job.
             self.copied.result()
         refuse_nan(self.staged, self.model)
 
@@ -140,7 +144,10 @@ class Writer:
         return self.saver.write(folder, self.staged)
 
     def wait_until_staged(self) -> None:
-        """Let the optimizer's next step wait for the copies: on the device with CUDA, else here."""
+        """Make the next optimizer step wait for the copies.
+
+        With CUDA the device waits; otherwise this call waits.
+        """
         if not self.must_wait:
             return
         self.must_wait = False
@@ -148,17 +155,17 @@ class Writer:
             # The device waits for the copies before its next work; the host does not wait.
             torch.cuda.current_stream(self.device).wait_event(self.buffers.event)
         elif self.copied is not None:
-            # This only waits. If the copies failed, `complete` raises the error, in the thread.
+            # `exception` only waits. If a copy failed, `complete` raises the error, in the thread.
             self.copied.exception()
 
     def settle(self) -> None:
         """Wait for the save in flight, and raise its error if it failed; sets `waited`."""
         if self.writing is None:
             return
-        # The copies end before the save does.
+        # The copies end before the save, so the wait below covers them.
         self.must_wait = False
         started = time.perf_counter()
-        # Ctrl-C may interrupt this wait. Then the save is still in flight.
+        # If Ctrl-C interrupts this wait, the save is still in flight, so `writing` is kept.
         error = self.writing.exception()
         self.waited = time.perf_counter() - started
         self.writing = None

@@ -1,6 +1,6 @@
 """Write checkpoints as one `torch.save` file, gathered on rank 0 while training waits.
 
-It is easy to open elsewhere: `torch.load("state.pt")["model"]`.
+Such a file is easy to open without this project: `torch.load("state.pt")["model"]`.
 """
 
 from dataclasses import dataclass
@@ -25,7 +25,8 @@ class CheckpointConfig(StorageConfig):
 class Writer:
     """Saves in the training loop, which continues once the checkpoint is published."""
 
-    # There are no host buffers to allocate, and `begin` itself raises the error of a failed save.
+    # This writer has no host buffers, so it needs no preparation. `failed` is never true, since
+    # `begin` itself raises the error of a failed save.
     staged_bytes = 0
     prepared = True
     failed = False
@@ -35,7 +36,7 @@ class Writer:
     ) -> None:
         self.group = group
         self.model = model
-        # During a save, the tensors to write.
+        # The tensors to write during a save; otherwise {}.
         self.staged: Tensors = {}
 
     def prepare(self, tensors: Tensors) -> None:
@@ -47,11 +48,15 @@ class Writer:
         try:
             job(step, facts)
         finally:
-            # An optimizer may replace its tensors; a reference would keep the old ones in memory.
+            # An optimizer may replace its tensors later. A reference here would keep the old ones
+            # in memory.
             self.staged = {}
 
     def complete(self) -> None:
-        """Check the tensors; raises CheckpointError for a NaN or an infinite trained weight."""
+        """Check the tensors; there are no copies to complete.
+
+        Raises CheckpointError for a NaN in any tensor, or an infinity in a trained weight.
+        """
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
@@ -77,7 +82,8 @@ def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
     error: Exception | None = None
     for name, tensor in tensors.items():
         # Tensors are gathered one by one, so that only rank 0 has all of them in memory. After an
-        # error this rank keeps gathering, since others wait for it, and raises the error below.
+        # error this rank keeps gathering, since the other ranks wait for it in each gathering. It
+        # raises the error below.
         try:
             whole = parallel.full_tensor(tensor)
             if group.is_first:

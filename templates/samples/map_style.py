@@ -1,8 +1,8 @@
 """Compute the order of samples as a pure function of (seed, position), and load batches.
 
 The order of N samples is endless. Position p is in epoch p // N, at index p % N of the permutation
-for (seed, epoch). Global batch k of B samples has positions k * B ... (k + 1) * B - 1. There is no
-index array and no loader state to save, so seeking to any batch is O(1).
+for (seed, epoch). Global batch k of B samples has positions k * B ... (k + 1) * B - 1. So a run
+saves no loader state, and it can continue at any batch in O(1).
 """
 
 import contextlib
@@ -35,20 +35,20 @@ from .worker_errors import raise_if_a_worker_died, shortage, start_workers
 if TYPE_CHECKING:
     from .config import TrainConfig
 
-# Seconds that the workers have for a batch after a stop signal; then the run ends without a save.
+# After a stop signal, wait for a batch at most this long (seconds), then end without a save.
 PATIENCE = 20.0
-# If the wait itself hangs, the workers are killed this many seconds after `PATIENCE` is over.
+# If that wait hangs, kill the workers this many seconds after `PATIENCE` is over.
 AFTER_PATIENCE = 7.0
 # While waiting for workers, check for a stop signal at this interval (seconds).
 POLL = 5.0
-# Time limit of a batch in `read_apart` (seconds). It is long, since the first batch may be slow.
+# `read_apart` waits at most this long for a batch (seconds), since the first batch may be slow.
 READ_APART = 1500.0
-# The label of the wait for data in profiler traces.
+# Profiler traces show this label while the training loop waits for data.
 WAITING = "waiting for data"
 
-# The purpose is part of the key of random numbers, so that different purposes get independent
-# numbers from one seed. STEP is for forward and backward, such as dropout. DRAWS are the numbers
-# that a dataset draws while it reads a sample.
+# Purposes of random numbers. Each key is a hash of the seed and a purpose, so that one seed gives
+# independent numbers for each purpose. STEP is for forward and backward, such as dropout. DRAWS is
+# for the numbers that a dataset draws while it reads a training sample.
 ORDER = 0
 AUGMENTATION = 1
 STEP = 2
@@ -57,24 +57,24 @@ MIXTURE = 4
 DRAWS = 5
 VALIDATION_DRAWS = 6
 
-# The number of ids computed at once: about 10 ns each, compared with 300 ns one batch at a time.
+# Compute about this many ids at once: 10 ns per id. One batch at a time would take 300 ns per id.
 BLOCK = 16384
 
 
 def sample_keys(seed: int, positions: np.ndarray) -> np.ndarray:
-    """Compute a random 64-bit word per sample from (seed, position), for augmentation."""
+    """Return a random 64-bit key for the sample at each position; `augment` gets these keys."""
     return random_words(stream_key(seed, AUGMENTATION), positions.astype(np.uint64))
 
 
 def seed_random(*words: int, device: torch.device | None = None) -> None:
-    """Seed generators with a hash of these integers, so that their states need not be saved.
+    """Seed random generators with a hash of `words`, so that a run need not save their states.
 
-    With a device, it seeds torch on the CPU and on the device. Without one, it seeds the generators
-    that a dataset may use: torch on the CPU, NumPy and Python.
+    With a device, this seeds torch's generators of the CPU and of the device. Without a device, it
+    seeds the generators that a dataset may use: those of torch on the CPU, NumPy and Python.
     """
-    # 63 bits, so that the seed also fits a signed integer.
+    # Keep 63 of the 64 bits, so that the seed also fits into a signed integer.
     key = stream_key(*words) >> 1
-    # Not torch.manual_seed, which seeds all devices and takes a hundred times as long.
+    # torch.manual_seed would seed all devices, which takes a hundred times longer.
     torch.default_generator.manual_seed(key)
     if device is None:
         np.random.seed(key & 0xFFFFFFFF)
@@ -86,17 +86,17 @@ def seed_random(*words: int, device: torch.device | None = None) -> None:
 
 
 def seed_start(seed: int) -> None:
-    """Seed all generators as at the start of a run: for a random split, and initial weights."""
-    # This seeds NumPy and Python, and `manual_seed` torch on all devices. The remainder makes any
-    # integer a valid seed.
+    """Seed all generators at the start of a run, for a random data split and initial weights."""
+    # `seed_random` seeds NumPy and Python, and `torch.manual_seed` seeds torch on all devices. The
+    # remainder makes any integer a valid seed.
     seed_random(seed)
     torch.manual_seed(seed % 2**63)
 
 
 class GlobalBatches:
-    """The sample ids of every global batch, independent of the number of ranks.
+    """Computes the sample ids of any global batch; they do not depend on the number of ranks.
 
-    Orders of different `purpose` are independent, even with the same seed.
+    Two orders with the same seed but a different `purpose` are independent of each other.
     """
 
     def __init__(self, size: int, batch_size: int, seed: int, *purpose: int) -> None:
@@ -104,7 +104,8 @@ class GlobalBatches:
         self.batch_size = batch_size
         self.seed = seed
         self.purpose = purpose or (ORDER,)
-        # Ids are computed for a block of batches at a time. The last block is cached; -1 is none.
+        # `ids` computes a whole block of batches at once, and keeps the last block. `block` is that
+        # block's number; -1 if there is none yet.
         self.per_block = max(1, BLOCK // batch_size)
         self.block = -1
         self.ids_of_block = np.empty(0, np.int64)
@@ -123,15 +124,15 @@ class GlobalBatches:
         return self.ids_of_block[batch * self.batch_size : (batch + 1) * self.batch_size]
 
     def drawn(self, step: int) -> dict[str, int]:
-        """Count the samples of each source before `step`; {} without several sources."""
+        """Count the samples of each source before `step`; {} if there is only one source."""
         return {}
 
     def ids_at(self, start: int, stop: int) -> np.ndarray:
         """Return the sample ids at positions start ... stop - 1, int64."""
-        # If start == stop, this empty chunk is the only one.
+        # np.concatenate needs at least one array. If start == stop, this empty one is the result.
         chunks = [np.empty(0, np.int64)]
         while start < stop:
-            # Each epoch has its own permutation; a batch may span several epochs.
+            # Each epoch has its own permutation, and the positions may span several epochs.
             epoch, offset = divmod(start, self.size)
             count = min(stop - start, self.size - offset)
             permutation = Permutation(self.size, stream_key(self.seed, *self.purpose, epoch))
@@ -141,7 +142,7 @@ class GlobalBatches:
 
 
 def fixed_subset(size: int, count: int) -> np.ndarray:
-    """Choose `count` ids of 0 ... size - 1 (0: all), always the same ones, in shuffled order."""
+    """Choose `count` of the ids 0 ... size - 1 (0: all), shuffled; the result never changes."""
     permutation = Permutation(size, stream_key(0, SUBSET))
     return permutation(np.arange(min(count or size, size)))
 
@@ -151,17 +152,17 @@ class MicroBatch(NamedTuple):
 
     # The indices of these samples in the global batch.
     indices: slice
-    # The factor of their loss, gradients and counts: 1.0, or 0.0 for padding.
+    # The factor for the loss, gradients and counts of these samples: 1.0, or 0.0 for padding.
     weight: float
 
 
 def micro_batches(
     size: int, micro_batch_size: int, rank: int, ranks: int, first: int = 0
 ) -> list[MicroBatch]:
-    """Split `size` samples of a batch, from index `first` on; return this rank's micro-batches."""
-    # Each rank gets a consecutive slice of nearly equal size, split into nearly equal
-    # micro-batches: 9 samples in micro-batches of up to 8 become 5 and 4. With 8 and 1, batch
-    # normalization would fail on the single sample.
+    """Split the `size` samples of a global batch from index `first` on; return this rank's part."""
+    # Each rank gets a consecutive slice, and all slices are nearly equal in size. So are the
+    # micro-batches of a slice: with at most 8 samples in each, 9 samples are split into 5 and 4. If
+    # they were split into 8 and 1, batch normalization would fail on the single sample.
     start = first + size * rank // ranks
     stop = first + size * (rank + 1) // ranks
     # Forward and backward may contain collectives, which every rank must enter. So every rank gets
@@ -173,15 +174,14 @@ def micro_batches(
         if low < high:
             result.append(MicroBatch(slice(low, high), 1.0))
         else:
-            # This rank has fewer samples than micro-batches. Pad with the batch's first sample at
-            # weight 0, which adds nothing to the loss, the gradients or the counts. All other
-            # micro-batches of this rank have one sample, too, so padding costs no more than they.
+            # This rank has fewer samples than micro-batches. Pad with the sample at index `first`:
+            # with weight 0 it adds nothing to the loss, the gradients or the counts.
             result.append(MicroBatch(slice(first, first + 1), 0.0))
     return result
 
 
 def divide_up(numerator: int, denominator: int) -> int:
-    """Divide two integers, and round up."""
+    """Divide two integers and round up: `//` rounds down, so negate before and after it."""
     return -(-numerator // denominator)
 
 
@@ -205,18 +205,20 @@ def fetch(
     keys: np.ndarray | None = None,
     draws: tuple[int, int] | None = None,
 ) -> Any:
-    """Read samples as one batch of tensors.
+    """Read the samples with these ids as one batch.
 
-    A dataset has `__getitem__`, or `__getitems__(ids)`, which returns a whole batch or a list of
-    samples. Samples become a batch with the dataset's `collate(samples) -> batch`, otherwise with
-    collate.py. With `keys` (uint64, one per sample), the dataset's `augment(batch, keys)` changes
-    the batch. Both methods are also found inside torch's `Subset`. `draws` (a key and the first
-    sample's position) seeds the global random generators, unless the dataset sets `draws = False`,
-    which saves 10 us per sample (with `__getitems__`, per batch).
+    A dataset has `__getitem__(id)`, which returns a sample, or `__getitems__(ids)`, which returns a
+    whole batch or a list of samples. The dataset's `collate(samples)` turns a list into a batch; if
+    there is no such method, collate.py does. With `keys` (uint64, one per sample), the dataset's
+    `augment(batch, keys)` returns the final batch. Both methods are also found inside a `Subset`.
+
+    `draws` is a key and the first sample's position. They seed the global random generators before
+    each sample (with `__getitems__`, once per batch). A dataset can set `draws = False`, which
+    skips this and saves 10 us each time.
     """
-    # The seed depends only on the position. So a sample gets the same random numbers with any
-    # number of ranks and workers, and after a resume. A batch of `__getitems__` has one seed, so
-    # its numbers change with the number of ranks and the micro-batch size.
+    # A sample's seed depends only on the key and its position. So the sample gets the same random
+    # numbers with any number of ranks and workers, and after a resume. With `__getitems__` a batch
+    # has only one seed, so its numbers change with the number of ranks and the micro-batch size.
     is_seeded = draws is not None and getattr(dataset, "draws", True)
     key, position = draws or (0, 0)
     if reads_batches(dataset):
@@ -237,14 +239,14 @@ def fetch(
 
 
 class _BatchReader(Dataset):
-    """Reads the samples of (step, micro-batch); loader workers compute the ids themselves."""
+    """Dataset of whole batches with the index (step, micro-batch); workers compute sample ids."""
 
     def __init__(self, dataset: Any, order: GlobalBatches, augments: bool) -> None:
         self.dataset = dataset
         self.order = order
         # Whether to call the dataset's `augment`, if it has one.
         self.augments = augments
-        # The key of the random numbers that the dataset draws.
+        # `fetch` seeds the dataset's random numbers with this key and the position.
         self.draws = stream_key(order.seed, DRAWS)
 
     def __getitem__(self, item: tuple[int, MicroBatch]) -> Any:
@@ -259,7 +261,7 @@ class _BatchReader(Dataset):
 
 
 class Loader:
-    """Loads this rank's micro-batches, step by step; `seconds` is the time that the loop waited."""
+    """Loads this rank's micro-batches, step by step; `seconds` sums up the time spent in `next`."""
 
     def __init__(
         self,
@@ -279,10 +281,11 @@ class Loader:
         self.step = 0
         self.seconds = 0.0
         self.iterator: Any = None
-        # The start of the current wait for workers (time.monotonic()); infinity without one.
+        # When the current wait for the workers began (time.monotonic()); infinite between waits.
         self.asked = math.inf
         self.stop: Stop | None = None
-        # Whether the workers did not respond in time after a stop signal.
+        # Whether the loader no longer waits for the workers, since a batch took too long after a
+        # stop signal.
         self.gave_up = False
 
     def position(self) -> dict[str, Any]:
@@ -311,15 +314,15 @@ class Loader:
         return batches
 
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
-        """Read the micro-batches of any step and plan, without the workers of training."""
+        """Read the micro-batches in `plan` of any step, without the workers of training."""
         items = [(step, micro_batch) for micro_batch in plan]
-        # Before the workers start, this process must not open the data's files: see `read_apart`.
+        # This process must not open the data's files before the workers start: see `read_apart`.
         if self.workers and self.iterator is None:
             return list(self.read_apart(self.source, items))
         return [self.source[item] for item in items]
 
     def start(self) -> None:
-        """Start the workers, if there are any and they do not run."""
+        """Start the workers unless they run already; without workers, do nothing."""
         if self.workers and self.iterator is None:
             loader = self._data_loader(self.source, self._items(self.step), self.workers, POLL)
             self.iterator = start_workers(loader, self.source.dataset)
@@ -335,9 +338,10 @@ class Loader:
             try:
                 return next(self.iterator)
             except UserError as error:
-                # DataLoader prepends the worker's traceback to the message.
+                # DataLoader puts the worker's traceback in front of the message; remove it.
                 raise UserError(str(error).strip().rpartition("UserError: ")[2]) from None
             except (RuntimeError, OSError, EOFError) as error:
+                # Here `gave_up` means that `_watch` has killed the workers and so caused the error.
                 if self.gave_up:
                     raise KeyboardInterrupt("the loader workers do not answer") from None
                 line = shortage(error)
@@ -345,11 +349,11 @@ class Loader:
                     raise UserError(line) from None
                 if isinstance(error, OSError | EOFError):
                     raise_if_a_worker_died()
-                # After DataLoader's timeout, check for a stop signal, then wait again. Other errors
-                # end the run. So does a dead pinning thread, which DataLoader does not notice when
-                # it has a timeout.
+                # A timeout of DataLoader only means that `POLL` seconds are over: check for a stop
+                # signal, then wait again. Any other error ends the run. A dead pinning thread ends
+                # it, too: DataLoader does not check that thread if it has a timeout.
                 timed_out = str(error).startswith("DataLoader timed out")
-                # Without pinning the main thread stands in, since it is always alive.
+                # Without pinning there is no such thread: check the main thread, always alive.
                 pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
                 if not timed_out or not pinning.is_alive():
                     raise
@@ -358,17 +362,19 @@ class Loader:
                     raise KeyboardInterrupt("the loader workers do not answer") from None
 
     def _overdue(self) -> float:
-        """Return the seconds that a stop has waited beyond `PATIENCE`; below 0 if it has not."""
+        """Return how many seconds longer than `PATIENCE` a stop has waited; negative if shorter."""
         if self.stop is None:
             return -math.inf
-        # A batch that was requested after the signal has the full time, too.
+        # Count from the signal, or from the request for the batch if that came later. Either time
+        # is infinite if there is none, and then the result is -infinity.
         waits_since = max(self.stop.received_at, self.asked)
         return time.monotonic() - waits_since - PATIENCE
 
     def _watch(self, iterator: Any) -> None:
         """Kill the workers if a stop would wait for them forever; runs in a thread."""
-        # A worker that hangs in C code and holds the GIL cannot hand over the shared memory of a
-        # batch that it has already sent. DataLoader waits for that without a limit.
+        # To receive a batch, this process asks the worker that sent it for access to the shared
+        # memory. A worker that hangs in C code and holds the GIL does not answer, and DataLoader
+        # waits for the answer without a limit, despite its timeout.
         while self.iterator is iterator and not self.gave_up:
             time.sleep(1.0)
             if self._overdue() > AFTER_PATIENCE:
@@ -377,10 +383,10 @@ class Loader:
                     worker.kill()
 
     def read_apart(self, source: Dataset, items: list[Any]) -> Generator[Any, None, None]:
-        """Read items of a dataset outside training; in a worker, if the run has workers.
+        """Yield items of `source`, read by a separate worker if the run has workers.
 
-        A dataset may open a file at its first sample. If this process did that before it forks the
-        run's workers, all of them would share the file position.
+        A dataset may open a file when it reads its first sample. If this process opened the file
+        and then forked the workers of training, all of them would share one file position.
         """
         if self.workers == 0:
             for item in items:
@@ -391,7 +397,7 @@ class Loader:
             try:
                 yield from iterator
             finally:
-                # A worker may hang, as in `close`.
+                # As in `close`: the worker may hang, or Ctrl-C may interrupt the wait for it.
                 try:
                     iterator._shutdown_workers()
                 finally:
@@ -403,14 +409,14 @@ class Loader:
     ) -> DataLoader:
         return DataLoader(
             source,
-            # Each item of the source is a whole batch already.
+            # Each item of `source` is a whole batch already.
             batch_size=None,
             sampler=items,
             num_workers=workers,
             timeout=timeout,
             pin_memory=self.pin,
             worker_init_fn=_set_up_worker,
-            # Otherwise DataLoader would draw a seed from the trainer's generator.
+            # Without it, DataLoader would draw a seed from the global generator of training.
             generator=torch.Generator(),
         )
 
@@ -422,18 +428,18 @@ class Loader:
 
     def close(self) -> None:
         """Stop the workers; `next` starts them again."""
-        # There is no wait any more, so `_watch` must not act.
+        # Nothing waits for the workers any more, so `_watch` must not kill them.
         self.asked = math.inf
         if self.iterator is not None:
             if self.gave_up:
                 # DataLoader would wait ten seconds for each worker that hangs, so kill the workers.
-                # DataLoader would raise an error for that, so first remove their process ids.
+                # DataLoader raises an error if a process in its list dies, so clear the list first.
                 signal_handling._remove_worker_pids(id(self.iterator))
                 self.iterator._worker_pids_set = False
                 for worker in self.iterator._workers:
                     worker.kill()
-            # The iterator's finalizer would also stop the workers, but a traceback can keep the
-            # iterator alive. Then Python would wait for them at exit, since they ignore SIGTERM.
+            # The iterator's finalizer also stops the workers, but a traceback can keep the iterator
+            # alive. At exit, Python would then wait for the workers, which ignore its SIGTERM.
             try:
                 self.iterator._shutdown_workers()
             finally:
@@ -444,31 +450,31 @@ class Loader:
 
 
 def _set_up_worker(worker: int) -> None:
-    # torchrun sends stop signals to the whole session. The run still finishes its step and saves,
-    # for which the workers must live.
+    # A stop signal often goes to all processes of a job. Workers ignore it, since the run still
+    # needs them to finish its step before it saves.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
 
 
 def _send_error(queue: Queue, error: Exception, item: tuple[int, Any]) -> None:
-    """Send an error instead of a batch that cannot be sent, so that the trainer does not hang."""
+    """Send an error in place of a batch that cannot be sent, so that the trainer does not hang."""
     index, _ = item
     ways_out = "set TMPDIR to a short path, or --train.loader-workers 0"
     line = shortage(error) or f"{error}: {ways_out}"
     problem = UserError(f"a loader worker cannot send a batch: {line}")
-    # A closed queue (ValueError) means that the run is ending and does not wait for this batch.
+    # `put` raises ValueError if the queue is closed. Then the run is ending and waits for no batch.
     with contextlib.suppress(ValueError):
         queue.put((index, ExceptionWrapper((UserError, problem, None))))
 
 
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
-    """Build the loader of a training set; UserError unless it is a map-style dataset."""
+    """Build the loader of a training set; UserError if the set is not a map-style dataset."""
     check_dataset(dataset, "training")
     # `owner_of` raises UserError for an `augment` or `collate` that would never be called.
     owner_of("augment", dataset)
     owner_of("collate", dataset)
-    # A dataset such as a mixture may define its own order.
+    # A dataset may define its own order of samples, with a method `order(batch_size, seed)`.
     own_order: Any = getattr(dataset, "order", None)
     if callable(own_order):
         order: Any = own_order(train.global_batch_size, train.seed)

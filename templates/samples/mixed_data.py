@@ -1,8 +1,9 @@
-"""Build the data from one source, or from several in given proportions. Your source is source.py.
+"""Build the data from one source, or from several in given proportions.
 
-Other modules rely on `DataConfig`, and on `build_datasets`, which returns two datasets with
-`__len__` and `__getitems__`, and a spec with a fingerprint. The spec is a dataclass of plain
-values, since a run saves it as spec.json, from which `infer` reads it without the data.
+To use your own data, edit source.py, which reads one source. Other modules rely on `DataConfig` and
+`build_datasets`. The latter returns two datasets with `__len__` and `__getitems__`, and a spec with
+a fingerprint. The spec is a dataclass of plain values: a run saves it as spec.json, so that `infer`
+can read it without the data.
 """
 
 from dataclasses import dataclass, replace
@@ -50,7 +51,8 @@ def build_datasets(config: "Config") -> tuple[Any, Any, Spec]:
                 f"--data.mix {data.mix}: one model cannot read all of these sources, since they "
                 "differ in vocabulary, tokenizer, end of text or classes: convert them alike"
             )
-    # The fingerprint includes the mixture. If it changes, the error shows the old and the new one.
+    # The fingerprint includes the mixture as text. So if a resumed run has another mixture, the
+    # error shows the old and the new one.
     mixture = ",".join(f"{name}={weight}" for name, weight in weights.items())
     digest = fingerprint(*(spec.fingerprint for spec in specs))
     spec = replace(specs[0], fingerprint=f"{digest} mixed {mixture}")

@@ -1,4 +1,4 @@
-"""Mix several data sources in given proportions, which hold exactly in any window of the order.
+"""Mix several data sources in given proportions, which hold throughout the order of samples.
 
 Position k of the endless order is the n-th sample of one source. The source and n are functions of
 (weights, k), computed in constant time. Each source has its own epochs.
@@ -30,10 +30,11 @@ def parse(text: str) -> dict[str, int]:
             weights[name.strip()] = Fraction(weight.strip())
     except (ValueError, ZeroDivisionError):
         raise UserError(f"--data.mix {text!r}: write NAME=WEIGHT,NAME=WEIGHT,...") from None
-    # A repeated name overwrites its first weight, so there are fewer names than "=" signs.
-    is_repeated = len(weights) < text.count("=")
-    if is_repeated or "" in weights or min(weights.values()) <= 0:
+    # A name that is given twice has two "=" signs in the text, but is only once in `weights`.
+    repeats_a_name = len(weights) < text.count("=")
+    if repeats_a_name or "" in weights or min(weights.values()) <= 0:
         raise UserError(f"--data.mix {text!r}: give each name once, with a weight above 0")
+    # Find the smallest integers in the same proportion: 0.6 and 0.4 become 3 and 2.
     denominator = lcm(*(weight.denominator for weight in weights.values()))
     numerators = {name: int(weight * denominator) for name, weight in weights.items()}
     divisor = gcd(*numerators.values())
@@ -49,16 +50,16 @@ def parse(text: str) -> dict[str, int]:
 def pattern(weights: Sequence[int]) -> np.ndarray:
     """Return the source of each position in one period of sum(weights) positions, int64.
 
-    Among the first k positions, the count of each source is less than one sample from its exact
-    fraction of k. The n-th sample of a source has a window of allowed positions, and each position
-    goes to the open window that closes first (earliest deadline first: Liu and Layland, 1973;
-    proportionate progress: Baruah et al., 1996).
+    Among the first k positions, the count of each source differs by less than one from its exact
+    share, k * weight / period. Each sample of a source has a window of allowed positions, and each
+    position goes to the source whose open window closes first (earliest deadline first: Liu and
+    Layland, 1973; proportionate progress: Baruah et al., 1996).
     """
     period = sum(weights)
     counts = [0] * len(weights)
     sources = np.empty(period, np.int64)
     for position in range(period):
-        # The end and the source of each open window. In a tie the first source wins.
+        # The end and the source of each open window. If two end together, the first source wins.
         windows: list[tuple[int, int]] = []
         for source, (weight, count) in enumerate(zip(weights, counts, strict=True)):
             opens = count * period // weight
@@ -72,9 +73,9 @@ def pattern(weights: Sequence[int]) -> np.ndarray:
 
 
 class MixedBatches(GlobalBatches):
-    """The sample ids of every global batch of a mixture, independent of the number of ranks.
+    """Computes the sample ids of any global batch of a mixture, for any number of ranks.
 
-    Samples of the first source have the first ids, followed by those of the second, and so on.
+    The ids of the first source start at 0. Those of the second source follow, and so on.
     """
 
     def __init__(
@@ -108,7 +109,7 @@ class MixedBatches(GlobalBatches):
         """Return the sample ids at positions start ... stop - 1, int64."""
         sources = self.pattern[np.arange(start, stop) % len(self.pattern)]
         ids = np.empty(stop - start, np.int64)
-        # From each source, these positions take a range of samples in the source's own order.
+        # The samples that these positions take from a source are consecutive in the source's order.
         starts = self.counts(start).tolist()
         stops = self.counts(stop).tolist()
         first_id = 0
@@ -126,6 +127,7 @@ class Joined:
         self.weights = weights
         # For each dataset, its last id plus one.
         self.ends = np.cumsum([len(dataset) for dataset in datasets])
+        # `fetch` (sampling.py) seeds random numbers unless this is False.
         self.draws = any(getattr(dataset, "draws", True) for dataset in datasets)
         # All datasets come from source.py, so the first one can augment any batch.
         owner = owner_of("augment", datasets[0])
@@ -140,18 +142,19 @@ class Joined:
         all_ids = np.asarray(ids)
         dataset_indices = np.searchsorted(self.ends, all_ids, side="right")
         batches: list[dict[str, Tensor]] = []
-        positions: list[np.ndarray] = []
+        # For each of `batches`, the indices of its samples in `ids`.
+        indices_in_ids: list[np.ndarray] = []
         for index in np.unique(dataset_indices):
             dataset = self.datasets[index]
             first_id = self.ends[index] - len(dataset)
             chosen = np.flatnonzero(dataset_indices == index)
             batches.append(dataset.__getitems__((all_ids[chosen] - first_id).tolist()))
-            positions.append(chosen)
-        # Sorting the positions brings the samples back into the order of `ids`.
-        order = torch.from_numpy(np.argsort(np.concatenate(positions)))
+            indices_in_ids.append(chosen)
+        # Concatenated batches are grouped by dataset. This brings them into the order of `ids`.
+        order_of_ids = torch.from_numpy(np.argsort(np.concatenate(indices_in_ids)))
         joined: dict[str, Tensor] = {}
         for name in batches[0]:
-            joined[name] = torch.cat([batch[name] for batch in batches])[order]
+            joined[name] = torch.cat([batch[name] for batch in batches])[order_of_ids]
         return joined
 
     def order(self, batch_size: int, seed: int) -> MixedBatches:

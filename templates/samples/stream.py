@@ -1,7 +1,8 @@
 """Load training samples from a map-style dataset (map_style.py) or from a stream.
 
 A stream is an iterable with `state_dict` and `load_state_dict`, like torchdata's nodes and Hugging
-Face's streaming datasets. Each rank reads its own stream; the manifest has each rank's position.
+Face's streaming datasets. Each rank reads its own stream. The manifest of a checkpoint has the
+position of each rank in its stream.
 """
 
 import copy
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from .config import TrainConfig
 
 log = logging.getLogger(__name__)
+# Advice for a stream without `state_dict` and `load_state_dict`.
 WAYS_OUT = (
     "add both, like torchdata's nodes and Hugging Face's streaming datasets, or write the samples "
     "to files and read them as a map-style dataset"
@@ -48,7 +50,7 @@ WAYS_OUT = (
 
 
 class StreamOrder(GlobalBatches):
-    """The sample ids of a stream: the positions, since its samples have no ids."""
+    """The order of a stream. Its samples have no ids, so their positions serve as ids."""
 
     def ids(self, step: int) -> np.ndarray:
         """Return the sample ids of global batch `step`, int64 of shape [batch_size]."""
@@ -58,8 +60,8 @@ class StreamOrder(GlobalBatches):
 class StreamLoader(Loader):
     """Loads this rank's micro-batches from the next samples of its stream, step by step.
 
-    At its end the stream starts over. Samples are read ahead only before the first step, for
-    measurements. So at a save, the stream's position is just after the last step's samples.
+    When the stream ends, it starts over. The loader reads samples ahead only for measurements,
+    before the first step. So at a save, the stream has just passed the last step's samples.
     """
 
     def __init__(
@@ -67,18 +69,18 @@ class StreamLoader(Loader):
     ) -> None:
         # The size of a stream is unknown, and its ids do not depend on it.
         order = StreamOrder(0, train.global_batch_size, train.seed)
-        # Set before `_FirstSamples` reads it.
+        # `_FirstSamples` reads `self.stream`, so set it first.
         self.stream = stream
         super().__init__(_FirstSamples(self), order, plan, workers=0, pin=False)
         self.world = world
         self.epoch = 0
         self.group: Group | None = None
         self.stream_iterator: Any = None
-        # This rank's samples of the first step, which measurements reuse.
+        # This rank's samples of the first step that this process reads; measurements reuse them.
         self.first: list[Any] = []
-        # This rank's samples of the next step, if they were read ahead.
+        # This rank's samples of the next step, if they have been read already.
         self.ahead: list[Any] = []
-        # This rank's samples of the last step; none before the first one.
+        # This rank's samples of the last step; empty before the first step of this process.
         self.last: list[Any] = []
 
     def next(self, stop: Stop | None = None) -> list[Any]:
@@ -87,33 +89,37 @@ class StreamLoader(Loader):
         is_first = not self.last
         with annotated(WAITING):
             batches = self.of(self.step, self.plan)
+        # `of` has read the samples of this step into `ahead`.
         self.last = self.ahead
         self.ahead = []
         self.step += 1
         self.seconds += time.perf_counter() - started
-        # A state that cannot be saved is an error now, not only at the first save.
+        # If the stream's state cannot be saved, fail at the first step, not at the first save.
         if is_first:
             self.stream_state()
         return batches
 
     def of(self, step: int, plan: list[MicroBatch]) -> list[Any]:
-        """Return micro-batches of the last step, or of the next one without advancing."""
+        """Return micro-batches of the last step, or of the next step without advancing to it."""
         if step < self.step and self.last:
             samples = self.last
         else:
             samples = self._peek()
-        # A plan has indices in the global batch, but this rank has only its own slice.
+        # A plan's indices count from the start of the global batch, but `samples` has only this
+        # rank's slice of that batch.
         first_index = self.plan[0].indices.start
         batches: list[Any] = []
         for micro_batch in plan:
             indices = micro_batch.indices
             chosen = samples[indices.start - first_index : indices.stop - first_index]
-            # Samples of a stream have no ids; errors name their index in the batch.
+            # Samples of a stream have no ids, so errors name their indices in the global batch.
             batches.append(batch_of(chosen, range(indices.start, indices.stop), self.stream))
         return batches
 
     def _peek(self) -> list[Any]:
-        # The stream's random numbers depend on seed, step and rank, so a resumed run gets the same.
+        """Return this rank's samples of the next step, without advancing to that step."""
+        # The seed depends only on the run's seed, the step and the rank, so a resumed run draws
+        # the same random numbers.
         if not self.ahead:
             seed_random(self.source.draws, self.step, self.world.rank)
         samples_per_rank = self.source.order.batch_size // self.world.size
@@ -124,11 +130,12 @@ class StreamLoader(Loader):
         return self.ahead
 
     def _read(self) -> Any:
+        """Return the stream's next sample; if the stream has ended, begin the next epoch."""
         if self.stream_iterator is None:
             self.stream_iterator = iter(self.stream)
+        # Each loop returns one sample; it only ends by itself if there is no further sample.
         for sample in self.stream_iterator:
             return sample
-        # The stream has ended, so a new epoch begins.
         self._set_epoch(self.epoch + 1)
         self.stream_iterator = iter(self.stream)
         for sample in self.stream_iterator:
@@ -144,7 +151,7 @@ class StreamLoader(Loader):
             self.stream.set_epoch(epoch)
 
     def position(self) -> dict[str, Any]:
-        """Gather each rank's position for the manifest; collective, after `resume`."""
+        """Gather the stream positions of all ranks for the manifest; collective."""
         assert self.group, "`resume` is called before training"
         with self.group.together():
             state = self.stream_state()
@@ -187,14 +194,14 @@ class StreamLoader(Loader):
         try:
             self._set_epoch(position["epoch"])
             self.stream.load_state_dict(position["state"])
-        # A stream may raise anything.
+        # A user's stream may raise any error.
         except Exception as error:
             raise UserError(
                 f"the training stream cannot resume at its saved position: {error!r}"
             ) from error
-        # Samples that were read ahead for measurements are not the next batch.
+        # Measurements may have read ahead from the start of the stream: drop those samples.
         self.ahead = []
-        # `_read` starts the stream again, after `_peek` has seeded its random numbers.
+        # The next `_peek` first seeds the random numbers, and then `_read` starts the stream.
         self.stream_iterator = None
 
 
@@ -212,7 +219,7 @@ class _FirstSamples:
 
 
 def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], world: World) -> Loader:
-    """Build the loader of a training set; UserError if it is neither map-style nor a stream."""
+    """Build the loader of a map-style dataset or a stream; UserError for any other dataset."""
     has_items = hasattr(dataset, "__getitem__") or hasattr(dataset, "__getitems__")
     if has_items and not isinstance(dataset, IterableDataset):
         return map_style.open_loader(dataset, train, plan, world)
@@ -238,10 +245,10 @@ def open_loader(dataset: Any, train: "TrainConfig", plan: list[MicroBatch], worl
 
 
 def has_shuffle_buffer(stream: Any) -> bool:
-    """Tell whether a Hugging Face stream, or one that it reads from, shuffles in a buffer."""
+    """Return whether a Hugging Face stream, or a stream that it reads, shuffles in a buffer."""
     if "Shuffle" in type(stream).__name__ and getattr(stream, "buffer_size", 0) > 1:
         return True
-    # Hugging Face's streams have these attributes for the streams that they read from.
+    # In these attributes, a Hugging Face stream keeps the streams that it reads.
     sources: list[Any] = list(getattr(stream, "ex_iterables", None) or ())
     for name in ("dataset", "_ex_iterable", "ex_iterable"):
         source = getattr(stream, name, None)

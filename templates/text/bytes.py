@@ -1,4 +1,4 @@
-"""Convert text to tokens, which are bytes, and back; tokens of .bin files are shown as numbers."""
+"""Convert text to tokens, which are bytes, and back; show tokens of .bin files as numbers."""
 
 import codecs
 import json
@@ -22,7 +22,7 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """Return the settings unchanged and, as the encoding of the token files, "" for unknown."""
+    """Return the settings unchanged, and "" (unknown) as the encoding of the token files."""
     return data, ""
 
 
@@ -32,7 +32,7 @@ def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """Return the tokens of a text; for token files, of numbers such as "15496 11 995".
+    """Convert a text to tokens. For token files, the text has their numbers: "15496 11 995".
 
     Raises UserError if the text cannot be converted.
     """
@@ -48,7 +48,7 @@ def encode(text: str, spec: "Spec") -> list[int]:
 
 
 def encode_bytes(text: str) -> bytes:
-    """Encode a text as UTF-8; bytes from the shell that are not UTF-8 stay as they are."""
+    """Encode a text as UTF-8; invalid bytes that came from the shell are kept."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
@@ -56,7 +56,7 @@ def encode_bytes(text: str) -> bytes:
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """Yield the byte of each token; for token files, its number and a space."""
+    """Yield the byte of each token; for token files, yield its number and a space."""
     for token in tokens:
         if spec.encoding == "bytes":
             yield bytes([token])

@@ -1,7 +1,7 @@
-"""Extend gpt.py's model with a mask between documents, and with names for transformers.
+"""Extend the model of gpt.py: with a mask between documents, and with conversion to transformers.
 
-`--data.documents` (text.py) selects the mask. The model is the same as transformers'
-`ArceeForCausalLM` with other names. If you replace the model, replace the mapping of names, too.
+`--data.documents separate` (text.py) turns the mask on. Except for the names of its weights, the
+model is transformers' `ArceeForCausalLM`. If you replace the model, replace the conversion, too.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from .gpt import GPT, Attention
 
-# `as` exports a name again: other modules import it from this one.
+# `import X as X` marks X as exported: other modules import these names from this one.
 from .gpt import PRESETS as PRESETS
 from .gpt import ModelConfig as ModelConfig
 from .gpt import blocks as blocks
@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from .data import Spec
 
 
-# Names of modules here and in transformers, where `qkv` is three matrices, one per letter.
+# The names of modules here, and their names in transformers. The matrix `qkv` is not listed: in
+# transformers it is three matrices, `q_proj`, `k_proj` and `v_proj`.
 NAMES = {
     "embedding": "embed_tokens",
     "blocks": "layers",
@@ -61,7 +62,7 @@ class NamedGPT(GPT):
             # transformers 4 reads this setting, transformers 5 the next one.
             "rope_theta": 10_000.0,
             "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0},
-            # The default of nn.RMSNorm, in float32.
+            # The default `eps` of nn.RMSNorm for float32.
             "rms_norm_eps": torch.finfo(torch.float32).eps,
             "tie_word_embeddings": True,
             "bos_token_id": None,
@@ -84,17 +85,19 @@ class NamedGPT(GPT):
         # Without a tensor of this name, the tensors are not from transformers.
         if embedding is None:
             return tensors
-        # The names are translated word by word, so "mlp.up_proj" counts as "up_proj".
+        # Names are translated one dotted part at a time. So the key for "mlp.up_proj" is "up_proj";
+        # the part "mlp" is dropped below.
         translations: dict[str, str] = {}
         for own_name, their_name in NAMES.items():
             translations[their_name.rpartition(".")[2]] = own_name
         renamed: dict[str, Tensor] = {}
         for name, value in tensors.items():
-            # Here the output layer shares the weights of the embedding. A file may store both.
+            # This model's output layer uses the weights of the embedding. A file may store them a
+            # second time, under this name.
             if name == "lm_head.weight" and torch.equal(value, embedding):
                 continue
             words = [translations.get(word, word) for word in name.split(".")]
-            # This model has no modules of these names around its own.
+            # transformers nests modules in others named "model" and "mlp"; this model does not.
             words = [word for word in words if word not in ("model", "mlp")]
             if "q_proj" in words:
                 k = tensors[name.replace("q_proj", "k_proj")]
@@ -109,11 +112,11 @@ class NamedGPT(GPT):
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:
-    """Build the causal mask of tokens [batch, time] that separates documents.
+    """Build a causal mask for tokens [batch, time] that do not attend to other documents.
 
     The mask is [batch, 1, time, time], True where a query token attends to a key token. On CUDA,
-    with a `create_block_mask`, it is a BlockMask, with which kernels skip masked blocks. Rotary
-    positions are relative, so a document need not begin at position 0.
+    with a `create_block_mask`, it is a BlockMask instead, which lets kernels skip masked blocks. A
+    document need not begin at position 0: rotary embedding depends on the distance of positions.
     """
     ends = (tokens == end_of_text).long()
     # The number of each token's document. The end token belongs to the document that it ends.
@@ -131,14 +134,14 @@ def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = Non
 
 
 class MaskedAttention(Attention):
-    """Attention within documents, with a dense mask on a CPU and FlexAttention on a GPU."""
+    """Attention within documents, by FlexAttention if the mask is a BlockMask."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__(config)
-        # Imported here, since `flex_attention` imports torch's compiler, which is slow.
+        # Imported only here: this import also imports torch's compiler, which is slow.
         from torch.nn.attention.flex_attention import flex_attention
 
-        # Uncompiled, it would store the attention scores of all pairs of tokens.
+        # Without compilation, FlexAttention would store the scores of all pairs of tokens.
         self.flex_attention = torch.compile(flex_attention)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
@@ -164,14 +167,14 @@ class DocumentGPT(NamedGPT):
         from torch.nn.attention.flex_attention import create_block_mask
 
         self.end_of_text = end
-        # Uncompiled, it would first build a dense mask of all pairs of tokens.
+        # Without compilation, this function would first build a dense mask of all pairs of tokens.
         self.create_block_mask = torch.compile(create_block_mask)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
         """Compute logits [batch, time, vocabulary] of tokens [batch, time], or the summed loss."""
         x = self.embedding(tokens)
-        # Without targets, as in generation, use a dense mask. With a block mask, kernels would be
-        # compiled for each length of text.
+        # Without targets, as in generation, use a dense mask: for a BlockMask, kernels would be
+        # compiled again for each length of the text.
         create_block_mask = None
         if targets is not None:
             create_block_mask = self.create_block_mask

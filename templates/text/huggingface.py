@@ -1,7 +1,7 @@
 """Export a model to a folder for Hugging Face's transformers: `export --to hf`.
 
-transformers need not be installed, since `to_transformers` in model.py converts the names. A model
-that comes from transformers or peft is written with its `save_pretrained`.
+The model of this project is written without transformers: `to_transformers` in model.py renames the
+weights. A model that comes from transformers or peft is written with its own `save_pretrained`.
 """
 
 import contextlib
@@ -62,7 +62,7 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     if target.exists():
         raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
     path, manifest = transfer.find_checkpoint(source, options.step, base=options.base)
-    # A file of weights has the manifest {}, and a checkpoint without its run has no config.json.
+    # For a file of weights, the manifest is {}. A checkpoint outside its run has no config.json.
     if "step" not in manifest or not (source / "config.json").exists():
         raise UserError(
             f"{source} is not a run directory, but the export needs the settings of a run: give "
@@ -77,7 +77,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
                 f"--merge: the model ({type(model).__name__}) is not a PeftModel: leave --merge out"
             )
         model = model.merge_and_unload()
-    # An adapter of peft that was not merged. Its `save_pretrained` writes only the adapter.
+    # A model that still has `merge_and_unload` is a peft adapter with its base model. Its
+    # `save_pretrained` writes only the adapter.
     is_adapter = hasattr(model, "merge_and_unload")
     uses_to_transformers = hasattr(model, "to_transformers") and not is_adapter
     if not uses_to_transformers and not hasattr(model, "save_pretrained"):
@@ -97,7 +98,8 @@ def export(run_dir: Path, options: ExportConfig) -> str:
             write_json(temporary / "generation_config.json", {"eos_token_id": text.end})
         else:
             model.save_pretrained(temporary)
-        # The spec of your own data may have a tokenizer of transformers, which this method saves.
+        # If you replace the data, your spec may have a method `save_tokenizer`, for a tokenizer of
+        # transformers.
         if hasattr(spec, "save_tokenizer"):
             spec.save_tokenizer(temporary)
             has_tokenizer = True
@@ -139,8 +141,8 @@ class Text:
 
 
 def text_of(config: Config, spec: Spec) -> Text:
-    """Collect facts about the text; your own data may lack them, except for the fingerprint."""
-    # Your own data.py may not have these two names.
+    """Collect facts about the text. If you replaced the data, only the fingerprint may be known."""
+    # A data.py of your own may have neither `encoding` nor `context`.
     encoding = getattr(spec, "encoding", None)
     context = getattr(config.data, "context", None)
     if encoding is None or context is None:
@@ -169,7 +171,7 @@ def write_weights(folder: Path, weights: dict[str, Tensor]) -> None:
     shards: list[dict[str, Tensor]] = [{}]
     shard_size = 0
     for name, value in weights.items():
-        # A shard has at least one tensor, however large.
+        # Start a new shard, unless this one is empty: one tensor may be larger than LARGEST.
         if shards[-1] and shard_size + value.nbytes > LARGEST:
             shards.append({})
             shard_size = 0
@@ -199,7 +201,7 @@ def write_tokenizer(folder: Path, text: Text) -> bool:
         "model_max_length": text.context,
         "clean_up_tokenization_spaces": False,
     }
-    # For bytes the end is the zero byte, which is an ordinary token and not a special one.
+    # For bytes, the token that ends a document is the zero byte, which is not a special token.
     if text.end is not None and not text.is_bytes:
         settings["eos_token"] = text.tokenizer.id_to_token(text.end)
     replace_file(folder / "tokenizer.json", text.tokenizer.to_str(pretty=True))
@@ -208,9 +210,9 @@ def write_tokenizer(folder: Path, text: Text) -> bool:
 
 
 def bytes_tokenizer() -> Tokenizer:
-    """Build a byte-level BPE tokenizer without merges, so that tokens are bytes."""
-    # GPT-2 represents bytes as characters: printable bytes stand for themselves, the others are
-    # numbered from 256 on.
+    """Build a byte-level BPE tokenizer without merges, so that each byte is a token."""
+    # The package represents bytes as characters, as GPT-2 does: a printable byte is the character
+    # with its number; the other bytes are the characters from number 256 on.
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     vocabulary = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in printable]
@@ -281,7 +283,7 @@ def project_license() -> str | None:
     if not path.exists():
         return None
     project = tomllib.loads(path.read_text("utf-8")).get("project", {})
-    # In an older pyproject.toml this may be a table instead of a name.
+    # In an older pyproject.toml, the license may be a table instead of a name.
     license_name = project.get("license")
     return license_name if isinstance(license_name, str) else None
 

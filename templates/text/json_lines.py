@@ -1,21 +1,22 @@
-# Suffixes of files with JSON lines. Files such as x.json and x.jsonl.txt may have them, too.
+# Suffixes of files that have JSON lines. Files such as x.json and x.jsonl.txt may have JSON lines,
+# too: `has_json_lines` looks into them.
 LINES = (".jsonl", ".ndjson")
-# Maximum bytes of a line to read when detecting the format (64 MiB), since a file with a JSON list
-# may be one long line.
+# To detect the format, at most this many bytes of a line are read (64 MiB): a file with a JSON list
+# may be one very long line.
 LONGEST_LINE = 1 << 26
 
 
 def is_json(path: Path) -> bool:
-    """Tell whether the name suggests JSON, as in a.json, a.JSONL or a.jsonl.txt."""
+    """Return whether the name of a file suggests JSON, as in a.json, a.JSONL or a.jsonl.txt."""
     suffixes = {suffix.lower() for suffix in path.suffixes}
     return not suffixes.isdisjoint((".json", *LINES))
 
 
 def has_json_lines(path: Path, field: str) -> bool:
-    """Tell whether a file has JSON lines, by its name or, if that is ambiguous, its first lines.
+    """Return whether a file has JSON lines, by its name or, if need be, by its first lines.
 
-    Raises UserError for a single JSON list of objects with this field, since its brackets would
-    become tokens.
+    Raises UserError if the file is one JSON list of objects with this field: read as plain text,
+    the brackets of the list would become tokens.
     """
     if path.suffix.lower() in LINES:
         return True
@@ -26,7 +27,8 @@ def has_json_lines(path: Path, field: str) -> bool:
         file.seek(0)
         first = next_object(file)
         second = next_object(file)
-    # A file with a single object may be any JSON file, so the object must have the field.
+    # Two objects are JSON lines. A file with a single object may be any JSON file, so require that
+    # the object has the field.
     if first is not None and (second is not None or field in first):
         return True
     is_list_of_objects = re.match(rb"\s*\[\s*\{", first_megabyte) is not None
@@ -39,8 +41,9 @@ def has_json_lines(path: Path, field: str) -> bool:
 
 
 def next_object(file: BinaryIO) -> dict[str, Any] | None:
-    """Parse the next non-empty line as a JSON object; None if it is not one."""
-    # Skip empty lines. At the end of the file `readline` returns b"", which is not JSON.
+    """Parse the next non-empty line as a JSON object; None if the line is something else."""
+    # Skip empty lines. At the end of the file `readline` returns b"", which ends the loop and is
+    # not JSON.
     line = b"\n"
     while line and not line.strip():
         line = file.readline(LONGEST_LINE)
@@ -64,7 +67,7 @@ def texts_in(file: BinaryIO, field: str, stop: int) -> Iterator[bytes]:
         if not line.strip():
             continue
         try:
-            # JSON can contain half a surrogate pair, which UTF-8 cannot; it becomes "?".
+            # JSON can contain half of a surrogate pair. UTF-8 cannot encode it: it becomes "?".
             text = json.loads(line)[field].encode(errors="replace")
         # The line is not JSON, lacks the field, is not an object, has no text in the field, or is
         # nested too deeply.

@@ -1,6 +1,7 @@
 """Convert text to tokens and back, with the data's tokenizer, as bytes, or as numbers.
 
-A tokenizer is a tokenizer.json of the package `tokenizers`; the command `tokens` writes one.
+If the data are text, tokens are bytes. Token files may come with a tokenizer: a tokenizer.json of
+the package `tokenizers`, as the command `tokens` writes it. Without one, tokens are numbers.
 """
 
 import codecs
@@ -38,8 +39,8 @@ class TextConfig:
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
     """Complete the settings of token files from the tokens.json in their folder.
 
-    Returns the settings and the encoding: a digest of the tokenizer and the token that ends a
-    document, or "" without a tokens.json.
+    Returns the settings and the encoding, such as "0123abcd 0": the digest of the tokenizer, and
+    the token that ends a document. Without a tokens.json, the encoding is "".
     """
     # `folder` is --data.path, which may also be a single .bin file.
     if not folder.is_dir():
@@ -49,7 +50,7 @@ def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
         return data, ""
     note = read_json(path)
     try:
-        # A larger --data.vocabulary pads the embedding to a round size, which is faster.
+        # The user may give a larger --data.vocabulary: a round number makes the embedding faster.
         vocabulary = max(note["vocabulary"], data.vocabulary)
         token_type = note["token_type"]
     except (KeyError, TypeError):
@@ -64,7 +65,7 @@ def end_of_text(config: TextConfig, spec: "Spec") -> int:
     """Return the token that ends a document; UserError if it is unknown."""
     end = config.end_of_text
     if spec.encoding == "bytes":
-        # data.py joins the documents with zero bytes.
+        # In data that are text, a zero byte ends a document.
         end = 0
     elif spec.encoding:
         end = read_json(spec.folder / "tokens.json").get("end_of_text")
@@ -77,14 +78,14 @@ def end_of_text(config: TextConfig, spec: "Spec") -> int:
 
 
 def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
-    """Return the fingerprint of the data, which depends on --data.documents."""
+    """Return the fingerprint of the data; it changes if documents are separate."""
     if config.documents == "together":
         return spec.fingerprint
     return fingerprint(spec.fingerprint, end_of_text(config, spec))
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """Return the tokens of a text; without a tokenizer, of numbers such as "15496 11 995".
+    """Convert a text to tokens. Without a tokenizer, the text has their numbers: "15496 11 995".
 
     Raises UserError if the text cannot be converted.
     """
@@ -93,13 +94,13 @@ def encode(text: str, spec: "Spec") -> list[int]:
         return list(encode_bytes(text) or b"\n")
     tokenizer = tokenizer_of(spec)
     if tokenizer:
-        # Special tokens written in the text are encoded as ordinary text.
+        # If the text contains a special token such as "<|endoftext|>", encode it as ordinary text.
         tokenizer.encode_special_tokens = True
         # Invalid bytes become U+FFFD, as in files that `tokens` reads.
         readable = encode_bytes(text).decode(errors="replace")
         tokens = tokenizer.encode(readable, add_special_tokens=False).ids
-        # A model needs at least one token: without any, use the one that ends a document. With a
-        # tokenizer, tokens.json has that token, so the settings do not matter.
+        # A model needs at least one token, so an empty text becomes the token that ends a document.
+        # With a tokenizer, `end_of_text` reads that token from tokens.json, whatever the settings.
         return tokens or [end_of_text(TextConfig(), spec)]
     words = text.split()
     if not words or not all(w.isdecimal() and int(w) < spec.vocabulary for w in words):
@@ -110,7 +111,7 @@ def encode(text: str, spec: "Spec") -> list[int]:
 
 
 def encode_bytes(text: str) -> bytes:
-    """Encode a text as UTF-8; bytes from the shell that are not UTF-8 stay as they are."""
+    """Encode a text as UTF-8; invalid bytes that came from the shell are kept."""
     try:
         return text.encode(errors="surrogateescape")
     except UnicodeEncodeError as error:
@@ -118,7 +119,7 @@ def encode_bytes(text: str) -> bytes:
 
 
 def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
-    """Yield the bytes of each token; without a tokenizer, its number and a space."""
+    """Yield the bytes of each token; without a tokenizer, yield its number and a space."""
     if spec.encoding == "bytes":
         for token in tokens:
             yield bytes([token])
@@ -136,7 +137,7 @@ def decode(tokens: Iterable[int], spec: "Spec") -> Iterator[bytes]:
 
 
 def tokenizer_of(spec: "Spec") -> Tokenizer | None:
-    """Return the tokenizer of a run's data, or None; UserError if the file was replaced."""
+    """Return the tokenizer of token files, None if unknown; UserError if its file was replaced."""
     if not spec.encoding:
         return None
     path = spec.folder / NAME
@@ -154,11 +155,11 @@ def read_tokenizer(path: Path) -> Tokenizer:
     """Read a tokenizer from its file; UserError if that fails."""
     try:
         tokenizer = Tokenizer.from_str(path.read_text("utf-8"))
-    # The package raises plain exceptions.
+    # The package `tokenizers` raises plain exceptions.
     except Exception as error:
         raise UserError(f"{path} cannot be read as a tokenizer: {error}") from None
-    # transformers may have saved settings of truncation and padding in the file. They would cut
-    # each document, or fill it up.
+    # transformers may have saved settings of truncation and padding in the file. Remove them, since
+    # they would cut or pad each document.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer

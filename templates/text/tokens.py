@@ -1,8 +1,9 @@
 """Convert text to token files with a tokenizer, for `--data.path`: the command `tokens`.
 
 The text is split into shards by size. Each shard is written atomically to a folder `….partial`,
-which is renamed when all are done; after an interruption, the same command continues. The package
-`tokenizers` encodes on all cores (RAYON_NUM_THREADS limits them).
+which is renamed when all shards are done. After an interruption, the same command continues with
+the first shard that is missing. The package `tokenizers` encodes on all cores (RAYON_NUM_THREADS
+limits them).
 """
 
 import codecs
@@ -46,15 +47,15 @@ from .text import (
 )
 
 log = logging.getLogger(__name__)
-# Minimum bytes of text in a shard (64 MiB). With much text, a shard is a thousandth of it.
-# Files with JSON lines are read in pieces of this size.
+# The size of a shard in bytes of text (64 MiB). If this would make more than a thousand shards, a
+# shard is a thousandth of the text. Files with JSON lines are read in pieces of SHARD bytes.
 SHARD = 1 << 26
-# Bytes of text to train a tokenizer on.
+# A tokenizer is trained on about this many bytes of text.
 SAMPLE = 100_000_000
-# Characters to encode at once.
+# About this many characters are encoded at once.
 BATCH = 1 << 24
-# One document in this many is for validation, unless names of files tell training and validation
-# apart. A hash of the file's name decides or, for JSON lines, of the text.
+# If files are named for training and validation, the names decide. Otherwise about one document in
+# this many is for validation, chosen by a hash of the file's name or, for JSON lines, of the text.
 VALIDATE_ONE_IN = 20
 
 
@@ -91,9 +92,9 @@ class Piece(NamedTuple):
     # The first byte of the range, and the byte after its last one.
     start: int
     stop: int
-    # Whether the piece is for validation; None for JSON lines if a hash of each text decides.
+    # Whether the piece is for validation. None: it has JSON lines, and a hash of each text decides.
     validation: bool | None
-    # Whether each line is a document.
+    # Whether the piece has JSON lines, each of them a document.
     has_json_lines: bool = False
 
 
@@ -119,10 +120,10 @@ def write_tokens(options: TokensConfig) -> str:
         raise UserError(f"--to {folder} exists already: remove it, or choose another folder")
     partial = folder.with_name(f"{folder.name}.partial")
     root, pieces = divide(options.text, options.field)
-    given = None
+    given_tokenizer = None
     if options.tokenizer:
-        given = read_tokenizer(options.tokenizer)
-        if given.token_to_id(options.end_of_text) is None:
+        given_tokenizer = read_tokenizer(options.tokenizer)
+        if given_tokenizer.token_to_id(options.end_of_text) is None:
             message = f"the tokenizer has no token {options.end_of_text!r}: set --end-of-text"
             raise UserError(message)
     # Each file once, in order, although a file may have several pieces.
@@ -131,7 +132,7 @@ def write_tokens(options: TokensConfig) -> str:
     plan = {
         "text": fingerprint_files(root, files, options.field, options.end_of_text),
         # The given tokenizer, or the vocabulary size of the one to train on this text.
-        "made_by": digest_of(given) if given else options.vocabulary,
+        "made_by": digest_of(given_tokenizer) if given_tokenizer else options.vocabulary,
     }
     partial.mkdir(parents=True, exist_ok=True)
     with open_to_write(partial / "lock") as lock:
@@ -143,16 +144,17 @@ def write_tokens(options: TokensConfig) -> str:
         note = read_progress(partial, plan)
         if note is None:
             with replacing(partial / NAME) as temporary:
-                tokenizer = given or train_tokenizer(pieces, options)
+                tokenizer = given_tokenizer or train_tokenizer(pieces, options)
                 tokenizer.save(str(temporary))
-            # The content of tokens.json: the plan, the number of finished shards, and counts of
+            # tokens.json will contain the plan, the number of finished shards, and counts of
             # documents, bytes of text, and tokens for training and validation.
-            note = plan | dict.fromkeys(("shards", "documents", "bytes", "train", "val"), 0)
+            counts = dict.fromkeys(("shards", "documents", "bytes", "train", "val"), 0)
+            note = plan | counts
         note = encode_all(partial, pieces, options, note)
         sync_directory(partial)
         partial.rename(folder)
         sync_directory(folder.resolve().parent)
-    # The lock file was renamed with its folder.
+    # The lock file is still in the folder that was renamed.
     (folder / "lock").unlink()
     return (
         f"{note['train']:,} training and {note['val']:,} validation tokens, vocabulary "
@@ -162,23 +164,23 @@ def write_tokens(options: TokensConfig) -> str:
 
 
 def read_progress(partial: Path, plan: dict[str, Any]) -> dict[str, Any] | None:
-    """Read tokens.json of an interrupted command; None if there is none.
+    """Return the content of an interrupted command's tokens.json; None if there is none.
 
     Raises UserError if that command had another plan.
     """
     if not (partial / "tokens.json").exists():
         return None
     note = read_json(partial / "tokens.json")
-    # tokens.json has the plan, and more.
+    # tokens.json must contain every item of the plan; it also has counts.
     if not note.items() >= plan.items():
         raise UserError(f"{partial} was started with other text or settings: remove it")
     return note
 
 
 def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
-    """Return the folder of the text, and its pieces in a fixed order.
+    """Return the folder of the text, and the pieces of the text in a fixed order.
 
-    `field` is the field of JSON lines with the text. Raises UserError if there is no text.
+    In JSON lines, `field` is the field with the text. Raises UserError if there is no text.
     """
     root = text if text.is_dir() else text.parent
     paths = text_files(text)
@@ -198,12 +200,12 @@ def divide(text: Path, field: str) -> tuple[Path, list[Piece]]:
             # A hash of each text decides, in `read_chunks`.
             validation = None
         else:
-            # The bytes of a name are hashed, since it need not be UTF-8.
+            # Hash the bytes of the name, since a name need not be UTF-8.
             hash_of_name = zlib.crc32(os.fsencode(name.as_posix()))
-            # The first file is always for training, so that there is training data.
+            # If this is the first piece, use it for training, so that there is training data.
             validation = bool(pieces) and hash_of_name % VALIDATE_ONE_IN == 0
-        # A text file is one document and therefore one piece. An empty file has no piece, but
-        # `range` does not accept a step of 0.
+        # A text file is one document and therefore one piece. `max` is for an empty file, which has
+        # no piece: `range` does not accept a step of 0.
         piece_size = SHARD if are_lines else max(size, 1)
         for start in range(0, size, piece_size):
             stop = min(start + piece_size, size)
@@ -224,6 +226,7 @@ def text_files(text: Path) -> list[Path]:
         paths.append(text)
     else:
         for parent, folders, names in walk_folders(text):
+            # The walk visits only the folders that remain in this list.
             folders[:] = [name for name in folders if not name.startswith(".")]
             paths += [parent / name for name in names if not name.startswith(".")]
     for path in sorted(paths):
@@ -249,7 +252,7 @@ def text_files(text: Path) -> list[Path]:
 
 
 def is_utf8(beginning: bytes) -> bool:
-    """Tell whether the beginning of a file is UTF-8; its last character may be incomplete."""
+    """Return whether the beginning of a file is UTF-8; its last character may be cut off."""
     try:
         codecs.getincrementaldecoder("utf-8")().decode(beginning)
     except UnicodeDecodeError:
@@ -278,9 +281,9 @@ def sample(pieces: list[Piece], field: str) -> Iterator[str]:
     """Yield about SAMPLE bytes of text, spread over all pieces in proportion to their sizes."""
     total = sum(piece.stop - piece.start for piece in pieces)
     fraction = min(1.0, SAMPLE / total)
-    # The bytes of text to take from the pieces up to this one, less those already taken. A chunk
-    # may take more than that. Then `due` is negative, and pieces are skipped until the sum of their
-    # shares is positive again.
+    # The number of bytes that are still to be taken. Each piece adds its share, and each chunk that
+    # is taken subtracts its size. A large chunk makes `due` negative. Then pieces are skipped until
+    # their shares make it positive again.
     due = 0.0
     for piece in pieces:
         due += fraction * (piece.stop - piece.start)
@@ -294,12 +297,15 @@ def sample(pieces: list[Piece], field: str) -> Iterator[str]:
 
 
 def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
-    """Read the documents of a piece, about a megabyte at a time; UserError for a bad JSON line."""
+    """Yield the text of a piece: whole JSON lines, or a text file about a megabyte at a time.
+
+    Raises UserError for a bad JSON line.
+    """
     with open(piece.path, "rb") as file:
         if piece.has_json_lines:
-            # A line that began in the previous piece belongs to that piece, so skip the rest of it.
-            # Start one byte early: if that byte is a line break, a line begins exactly at
-            # `piece.start`, and must not be skipped.
+            # A line that began in the previous piece belongs to that piece, so skip the rest of the
+            # line. Start one byte early: if that byte is a line break, the skip ends there, and the
+            # line that begins exactly at `piece.start` is read.
             if piece.start:
                 file.seek(piece.start - 1)
                 file.readline()
@@ -309,16 +315,18 @@ def read_chunks(piece: Piece, field: str) -> Iterator[Chunk]:
                     validation = zlib.crc32(content) % VALIDATE_ONE_IN == 0
                 yield Chunk(validation, content.decode(), last=True)
             return
+        # `piece.validation` is None only for JSON lines.
+        for_validation = bool(piece.validation)
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
         while True:
             # Read up to the end of a line, so that a chunk does not end inside a word.
             content = file.read(1 << 20) + file.readline(1 << 16)
             if not content:
                 break
-            # Only pieces of JSON lines have None in place of a bool.
-            yield Chunk(bool(piece.validation), decoder.decode(content), last=False)
-        # The end of the document, and U+FFFD if its last character is incomplete.
-        yield Chunk(bool(piece.validation), decoder.decode(b"", final=True), last=True)
+            yield Chunk(for_validation, decoder.decode(content), last=False)
+        # The last chunk ends the document. Its text is "", or U+FFFD if the file ends in the middle
+        # of a character.
+        yield Chunk(for_validation, decoder.decode(b"", final=True), last=True)
 
 
 def encode_all(
@@ -327,13 +335,13 @@ def encode_all(
     """Encode the shards that are not in `note` yet; return the content of tokens.json."""
     sizes = [piece.stop - piece.start for piece in pieces]
     shard_size = max(SHARD, sum(sizes) // 1000)
-    # A piece belongs to the shard of its first byte, counted over all pieces.
+    # Number the bytes of all pieces from 0. A piece belongs to the shard of its first byte.
     first_bytes = np.cumsum([0, *sizes[:-1]])
     shard_of_piece = (first_bytes // shard_size).tolist()
     tokenizer = read_tokenizer(folder / NAME)
-    # Special tokens written in the text are encoded as ordinary text.
+    # If the text contains the name of a special token, encode it as ordinary text.
     tokenizer.encode_special_tokens = True
-    # The ids of a given tokenizer may have gaps, so its number of tokens may be too small.
+    # The ids of a given tokenizer may have gaps, so use the largest id, not the number of tokens.
     vocabulary = max(tokenizer.get_vocab(with_added_tokens=True).values()) + 1
     note |= {
         "vocabulary": vocabulary,
@@ -344,8 +352,8 @@ def encode_all(
     with tqdm(total=sum(sizes), unit="B", unit_scale=True) as bar:
         for shard in range(shard_of_piece[-1] + 1):
             in_shard = [p for p, n in zip(pieces, shard_of_piece, strict=True) if n == shard]
-            # After a text file that is larger than a shard, numbers have no pieces. Shards below
-            # note["shards"] were written before an interruption.
+            # A shard has no pieces if a text file from an earlier shard covers all of it. Shards
+            # below note["shards"] were written before an interruption.
             if in_shard and shard >= note["shards"]:
                 counts = encode(folder, shard, in_shard, tokenizer, options.field, note)
                 for name, count in counts.items():
@@ -358,12 +366,12 @@ def encode_all(
 def encode(
     folder: Path, shard: int, pieces: list[Piece], tokenizer: Tokenizer, field: str, note: Any
 ) -> dict[str, int]:
-    """Write the training and validation token files of a shard; return counts by name."""
+    """Write the training and validation token files of a shard; return its counts for `note`."""
     counts: Counter[str] = Counter()
     paths = {name: folder / f"{name}_{shard:05}.bin" for name in ("train", "val")}
     files: dict[str, IO[Any]] = {}
     with contextlib.ExitStack() as stack:
-        # The stack closes all temporary files before it renames the first one.
+        # The stack exits in reverse order: it closes all temporary files, then renames them.
         temporaries = {name: stack.enter_context(replacing(path)) for name, path in paths.items()}
         for name, temporary in temporaries.items():
             files[name] = stack.enter_context(open_to_write(temporary, "wb"))
@@ -382,7 +390,8 @@ def encode(
         for file in files.values():
             file.flush()
             os.fsync(file.fileno())
-    # A shard may have no tokens for validation, for example, and data.py refuses an empty file.
+    # Remove a file without tokens, since data.py refuses empty files. For example, a shard may have
+    # no text for validation.
     for name, path in paths.items():
         if not counts[name]:
             path.unlink()

@@ -15,7 +15,7 @@ from ..files import flatten, to_json, write_json
 if TYPE_CHECKING:
     from ..config import Config
 
-# MLflow's names for the status of a run; any other status is FINISHED.
+# MLflow's name for the status of a run. A status that is not listed becomes FINISHED.
 STATUS = {"preempted": "KILLED", "failed": "FAILED"}
 # MLflow accepts at most this many parameters in one request.
 PARAMETERS_AT_ONCE = 100
@@ -43,15 +43,15 @@ class TrackerConfig:
 
 
 class Tracker:
-    """Logs a run to MLflow, which has the records up to step `logged`.
+    """Logs a run to MLflow. `logged` is the last step that MLflow has from earlier starts.
 
-    MLflow cannot change logged values: steps that a resume repeats keep their first metrics, and
-    parameters keep their first values (the artifact config.json has the newest ones).
+    MLflow cannot change logged values. So a step that a resume repeats keeps its first metrics, and
+    parameters keep the settings of the first start; the artifact config.json has the newest.
     """
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
-        # At a lower level MLflow reports each table of a new database.
+        # At a lower level, MLflow would report each table of a new database.
         logging.getLogger("mlflow").setLevel(logging.WARNING)
         from mlflow.entities import Metric
         from mlflow.tracking import MlflowClient
@@ -61,7 +61,7 @@ class Tracker:
         runs_folder = run_dir.resolve().parent
         self.client = MlflowClient(uri or _database(runs_folder))
         settings = to_json(config)
-        # Keeps the id of MLflow's run for later starts.
+        # This file keeps the id of MLflow's run for later starts.
         note = run_dir / "mlflow.json"
         run = self._find(note)
         if run is None:
@@ -74,8 +74,8 @@ class Tracker:
         self.id = run.info.run_id
         self.client.update_run(self.id, "RUNNING")
         self.client.log_dict(self.id, settings, "config.json")
-        # `metrics` has the last value of each metric, but not its step. The step follows from the
-        # number of samples.
+        # `run.data.metrics` has the last value of each metric, but not the step of that value. So
+        # compute the step from the number of samples.
         samples = int(run.data.metrics.get("train/samples", 0))
         self.logged = samples // config.train.global_batch_size
 
@@ -84,13 +84,13 @@ class Tracker:
         milliseconds = int(time * 1e3)
         metrics = []
         for name, value in values.items():
-            # MLflow does not allow other characters in a name.
+            # Replace each character that MLflow does not allow in a name.
             allowed = re.sub(r"[^\w./ :-]", "_", name)
             metrics.append(self.metric(allowed, value, milliseconds, step))
         self.client.log_batch(self.id, metrics=metrics)
 
     def sample(self, path: Path, step: int) -> None:
-        """Upload the sample of a step, which is a text or a picture."""
+        """Upload a sample of the model's output at a step: a text or a picture."""
         self.client.log_artifact(self.id, str(path), "samples")
 
     def close(self, status: str) -> None:
@@ -104,7 +104,7 @@ class Tracker:
         if not note.exists():
             return None
         run_id = json.loads(note.read_text("utf-8"))["id"]
-        # The id may belong to another database, such as one of an earlier --tracker.uri.
+        # MLflow does not find the id if an earlier start used another database (--tracker.uri).
         with contextlib.suppress(MlflowException):
             return self.client.get_run(run_id)
         return None
@@ -118,19 +118,20 @@ class Tracker:
             experiment_id = self.client.create_experiment(experiment, artifacts)
         return self.client.create_run(experiment_id, run_name=name)
 
-    def _log_parameters(self, number: str, settings: dict[str, Any]) -> None:
+    def _log_parameters(self, run_id: str, settings: dict[str, Any]) -> None:
         from mlflow.entities import Param
 
         parameters = [Param(name, str(value)) for name, value in flatten(settings)]
         for start in range(0, len(parameters), PARAMETERS_AT_ONCE):
             chunk = parameters[start : start + PARAMETERS_AT_ONCE]
-            self.client.log_batch(number, params=chunk)
+            self.client.log_batch(run_id, params=chunk)
 
 
 def _database(folder: Path) -> str:
-    """Return the URI of the database in a folder."""
-    # A question mark would end the path in the URI. The path of an open descriptor does not contain
-    # one, and is valid as long as the descriptor stays open.
+    """Return the URI of the database mlflow.db in a folder."""
+    # A question mark in the folder's path would end the path in the URI. So open the folder, and
+    # use the path of the descriptor, such as /proc/self/fd/7. The descriptor is never closed, since
+    # its path is valid only while it is open.
     if "?" in str(folder):
         descriptor = os.open(folder, os.O_RDONLY)
         return f"sqlite:////proc/self/fd/{descriptor}/mlflow.db"

@@ -19,18 +19,21 @@ class TrackerConfig:
 
 
 class Tracker:
-    """Logs a run to TensorBoard; drops records after `step`, and has those up to `logged`."""
+    """Logs a run to TensorBoard. `logged` is the last step that the event files have.
+
+    A start that trains from `step` hides the later records of earlier starts.
+    """
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         folder = run_dir / "tensorboard"
-        # This file has the last step and the settings that an earlier start has logged.
+        # This file has the last step that an earlier start has logged, and its settings.
         self.note = folder / "logged.json"
         earlier = read_json(self.note) if self.note.exists() else {}
         self.settings = to_json(config)
         self.logged = min(step, earlier.get("step", 0))
-        # Readers then ignore steps from `purge_step` on in files of earlier starts.
+        # In the files of earlier starts, TensorBoard then ignores `purge_step` and later steps.
         self.writer: Any = SummaryWriter(folder, purge_step=self.logged + 1)
         if earlier.get("settings") != self.settings:
             self._text("config", json.dumps(self.settings, indent=2), 0)
@@ -43,7 +46,7 @@ class Tracker:
         self._flush(step)
 
     def sample(self, path: Path, step: int) -> None:
-        """Log the sample of a step, which is a text or a picture."""
+        """Log a sample of the model's output at a step: a text or a picture."""
         if path.suffix == ".txt":
             self._text("sample", path.read_text("utf-8", "replace"), step)
         else:
@@ -64,7 +67,7 @@ class Tracker:
         self.writer.add_text(tag, f"    {indented}", step)
 
     def _flush(self, step: int) -> None:
-        """Write the records to disk, since a run may be killed, then note the last step."""
+        """Write the records to disk, since the run may be killed; then note the last step."""
         self.writer.flush()
         self.logged = step
         write_json(self.note, {"step": step, "settings": self.settings})

@@ -1,7 +1,7 @@
-"""Log a run to its experiment tracker, without ever stopping or delaying training.
+"""Log a run to its experiment tracker; a slow or failing tracker does not disturb training.
 
-Only a daemon thread calls the tracker. Its first failure logs a warning; later records are still
-sent. The next start of the run sends all records after the last one that the tracker has.
+Only a daemon thread calls the tracker. The tracker's first error logs a warning, and later records
+are still sent. The next start of the run sends all records that the tracker does not have yet.
 """
 
 import contextlib
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 __all__ = ["TRACKERS", "TrackerConfig"]
 log = logging.getLogger(__name__)
-# Metrics of the system instead of the model.
+# Metrics of speed and memory, such as step_seconds; all others are metrics of the model.
 PERFORMANCE = re.compile("[a-z_]+_(seconds|per_second|bytes)|mfu")
-# Seconds to wait for a tracker to open, and to close.
+# The longest wait in seconds for the tracker to open and, at the end, for it to close.
 LIMIT = 20.0
 
 
 class Tracking:
     """Callback that passes each record to the tracker's thread."""
 
-    # An error of this callback only disables it (callback_runner.py).
+    # After an error in this callback, training continues without it (callback_runner.py).
     harmless = True
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
@@ -44,25 +44,32 @@ class Tracking:
         self.run_dir = run_dir
         # The step from which this start of the run trains.
         self.step = step
-        # The run's status for the tracker; `__exit__` corrects it.
+        # The status that the tracker gets at the end; `__exit__` changes it if the run has finished
+        # or failed.
         self.status = "preempted"
-        # None ends the thread.
+        # The records that the thread has yet to log; None ends the thread.
         self.records: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        # Set once the tracker has opened, or has failed to.
         self.opened = threading.Event()
         self.warned = False
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> "Tracking":
-        """Open the tracker, and wait: a loader must not fork while the thread imports modules."""
+        """Start the thread, and wait until it has opened the tracker.
+
+        While the thread imports the tracker's modules, a data loader must not fork this process.
+        """
         self.thread.start()
         if not self.opened.wait(LIMIT):
             self._warn(f"it did not open within {LIMIT:.0f} s; records are queued")
         return self
 
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Queue the metrics of a validation that an earlier start of the run did not complete."""
-        # It is a validation of the step from which this start trains. The earlier start has already
-        # sent the record of that step, without these metrics.
+        """Queue the metrics of a validation at the step from which this start trains.
+
+        An earlier start did not complete this validation, so it sent the record of the step without
+        these metrics. The metrics of any later validation are in the record of its step.
+        """
         if state.step == self.step and self.thread.is_alive():
             metrics = validation_figures(figures)
             self.records.put({"step": state.step, "time": time.time(), **metrics})
@@ -73,14 +80,15 @@ class Tracking:
             self.records.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # KeyboardInterrupt: Ctrl-C, or a stop signal that the loader workers did not answer.
+        # KeyboardInterrupt means Ctrl-C, or a stop signal while the loader workers did not answer.
         was_stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         if kind is not None and not was_stopped:
             self.status = "failed"
         elif self._has_finished():
             self.status = "finished"
         self.records.put(None)
-        # A tracker that opened late now gets all queued records.
+        # Give the thread time to log the queued records, of which there are many if the tracker
+        # opened late.
         self.thread.join(LIMIT)
         if self.thread.is_alive():
             self._warn(f"it did not close within {LIMIT:.0f} s")
@@ -101,8 +109,8 @@ class Tracking:
                 self._log(tracker, record)
         record = self.records.get()
         while record is not None:
-            # A server may already have steps that this start repeats; do not send them again. A
-            # record of the step `self.step` is the validation that `after_validation` has queued.
+            # The tracker may already have steps that this start repeats: do not send them again.
+            # But send a record of `self.step`, which has the metrics from `after_validation`.
             if record["step"] > tracker.logged or record["step"] == self.step:
                 self._log(tracker, record)
             record = self.records.get()
@@ -111,17 +119,17 @@ class Tracking:
     def _log(self, tracker: Tracker, record: dict[str, Any]) -> None:
         """Log a record and the samples of its step."""
         step = record["step"]
-        # Log samples first, since the metrics may complete the step in a tracker.
+        # Log samples first: a tracker may accept nothing more for a step after its metrics.
         for path in samples_of(self.run_dir, step):
             self._attempt(tracker.sample, path, step)
         self._attempt(tracker.scalars, step, scalars(record), record.get("time", time.time()))
 
     def _attempt(self, call: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a function of the tracker; after an error, warn and return None."""
+        """Call a function of the tracker; return None after an error, which is logged."""
         try:
             return call(*arguments)
         except BaseException as error:
-            # BaseException, since a tracker may even call sys.exit.
+            # Catch BaseException, since a tracker may even call sys.exit.
             first_line = str(error).partition("\n")[0]
             self._warn(f"{type(error).__name__}: {first_line}")
 
@@ -145,7 +153,7 @@ def scalars(record: dict[str, Any]) -> dict[str, float]:
 
 
 def _tag(name: str) -> str:
-    """Return a metric's tag, whose prefix is its group in the tracker."""
+    """Return a metric's name in the tracker, such as train/loss; trackers group by the prefix."""
     if PERFORMANCE.fullmatch(name):
         return f"perf/{name}"
     if name.startswith("validation_"):

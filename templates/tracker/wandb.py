@@ -28,11 +28,11 @@ class TrackerConfig:
 
 
 class Tracker:
-    """Logs a run to Weights & Biases, which has the records up to step `logged`.
+    """Logs a run to Weights & Biases. `logged` is the last step that it has from earlier starts.
 
-    An offline log cannot be continued, since each `wandb sync` of a run replaces the previous one.
-    So each start writes the whole log again, and removes older logs at the end. A server cannot
-    change logged values: steps that a resume repeats keep their first metrics.
+    A start cannot continue an earlier offline log: each `wandb sync` of a run replaces what it has
+    uploaded before. So each start logs all records again, and `close` removes the older logs. An
+    online server cannot change logged values: a step that a resume repeats keeps its first metrics.
     """
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:
@@ -51,8 +51,8 @@ class Tracker:
         self.older = set(folder.parent.glob(f"offline-run-*-{run_id}*"))
         self.older.discard(folder)
         self.run.config.update(to_json(config), allow_val_change=True)
-        # `starting_step` is the first step that wandb does not have yet. It is 0 for an offline
-        # log, since each start begins a new one.
+        # `starting_step` is the first step that wandb does not have yet. It is 0 in offline mode,
+        # where each start begins a new log.
         self.logged = self.run.starting_step - 1
 
     def scalars(self, step: int, values: dict[str, float], time: float) -> None:
@@ -60,7 +60,7 @@ class Tracker:
         self.run.log({**values, "_timestamp": time}, step=step, commit=True)
 
     def sample(self, path: Path, step: int) -> None:
-        """Log the sample of a step, which is a text or a picture."""
+        """Log a sample of the model's output at a step: a text or a picture."""
         from wandb import Html, Image
 
         if path.suffix == ".png":
@@ -68,7 +68,7 @@ class Tracker:
         else:
             text = html.escape(path.read_text("utf-8", "replace"))
             sample = Html(f"<pre>{text}</pre>")
-        # The metrics of the step are logged next, and commit both.
+        # `scalars` logs the metrics of the same step next, and commits them with the sample.
         self.run.log({"sample": sample}, step=step, commit=False)
 
     def close(self, status: str) -> None:
@@ -81,7 +81,7 @@ class Tracker:
 
 
 def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
-    """Return settings for wandb, except those that the user's environment sets."""
+    """Return the settings for wandb, without those that the user's environment sets."""
     options: dict[str, Any] = {"mode": os.environ.get("WANDB_MODE", config.mode)}
     defaults: dict[str, dict[str, Any]] = {
         "WANDB_PROJECT": {"project": config.project},
@@ -92,11 +92,12 @@ def _options(config: TrackerConfig, run_dir: Path) -> dict[str, Any]:
         "WANDB_DIR": {"root_dir": str(run_dir)},
         "WANDB_CONSOLE": {"console": "off"},
         "WANDB_SILENT": {"silent": True},
-        # In seconds. tracker.py waits 20 s for each of the two.
+        # In seconds. tracker.py waits 20 s for wandb to start, and 20 s for it to finish.
         "WANDB_INIT_TIMEOUT": {"init_timeout": 20},
         "WANDB_FINISH_TIMEOUT": {"finish_timeout": 15},
     }
-    # wandb would prefer a setting to its environment variable; here the variable wins.
+    # wandb prefers a setting to the environment variable for it. Here the variable must win, so
+    # leave out the setting if the variable is set.
     for variable, setting in defaults.items():
         if variable not in os.environ:
             options |= setting

@@ -41,6 +41,27 @@ def contrastive(loss: Any, batch: Any, model: Any) -> Any:
     return loss._replace(total=loss.total * len(batch["tokens"]), metrics={})
 
 
+def test_a_metric_that_is_not_a_number_does_not_hide_a_random_model(project: Project) -> None:
+    module = project.module("adds_up")
+    sums = torch.tensor([[2.0, 4.0], [1.0, 2.0], [1.0, 2.0]]).repeat(2, 1, 1)
+    sums = torch.cat([sums, torch.full((2, 3, 1), torch.nan)], dim=2)
+    names = ["loss", "count", "metric"]
+    assert not module.compare(module.Evaluation(sums, names), 2).is_random
+    sums[1, 0, 0] = 3.0
+    random = module.compare(module.Evaluation(sums, names), 2)
+    assert random.is_random and random.is_too_random
+
+
+def test_the_advice_for_a_metric_follows_its_own_count(project: Project) -> None:
+    """Its values are means over other counts than those of the loss."""
+    module = project.module("adds_up")
+    whole, first, second = [4.0, 4.0, 2.5, 8.0], [2.0, 2.0, 1.0, 2.0], [2.0, 2.0, 3.0, 6.0]
+    sums = torch.tensor([[whole, first, second]])
+    names = ["loss", "count", "metric", "count of metric"]
+    comparison = module.compare(module.Evaluation(sums, names), 4)
+    assert comparison.wrong == [2] and "means" in comparison.advice(2)
+
+
 def test_a_new_run_warns(
     project: Project,
     tmp_path: Path,

@@ -182,6 +182,9 @@ def test_a_base_may_move(project: Project, runs: Path, tmp_path: Path) -> None:
         load_trained = __import__(project.name).load_trained
         model = load_trained(tmp_path / "run", "cpu", base=new)[0].state_dict()
         project("train", "--run-dir", run, "--train.steps", "6", "--init-from", str(new))
+        # Older checkpoints still name the old place.
+        listing = project.module("checkpoint.verify").list_checkpoints(tmp_path / "run")
+        assert not listing.any_damaged and listing.lines[-1] == f"frozen weights  good  {new}"
     finally:
         shutil.move(new, old)
     # What was exported has all weights, and needs no base.
@@ -328,6 +331,7 @@ def test_a_head_of_another_size_begins_anew(project: Project, tmp_path: Path) ->
         problem = project.refuses(*new, str(tmp_path / "seven"), *from_ten)
         assert "[10, 32] in the file and [7, 32] in this model" in problem
         assert "--init-new head.weight" in problem and "\n" not in problem
+        assert "more rows" not in problem
         # A module names all that it has.
         project(*new, str(tmp_path / "seven"), *from_ten, "--init-new", "head", "--init-strict")
         unknown = (*from_ten, "--init-new", "haed")

@@ -1,5 +1,6 @@
 """What a manifest may name, how it is published, and what that is told to take."""
 
+import errno
 import json
 import os
 import re
@@ -85,6 +86,32 @@ def test_damaged_manifests_neither_count_nor_go(project: Project, tmp_path: Path
     assert save(second, 5) == [3, 4, 5]
     shutil.rmtree(directory / "step_00000005")
     assert save(second, 6) == [3, 4, 6]
+
+
+def test_a_save_that_cannot_even_begin_removes_nothing(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk: there is no directory to write into, so there is none to remove."""
+    module, directory = project.module("checkpoint.publish"), tmp_path / "checkpoints"
+    publisher = module.Publisher(
+        directory, module.RetentionConfig(), project.module("distributed").Group()
+    )
+
+    def write(folder: Path) -> list[str]:
+        (folder / "a").write_bytes(b"x")
+        return ["a"]
+
+    def refused(step: int) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    publisher.publish(1, write, {})
+    monkeypatch.setattr(publisher, "reserve", refused)
+    with pytest.raises(project.module("checkpoint").CheckpointError, match="step 2 was not saved"):
+        publisher.publish(2, write, {})
+    assert sorted(path.name for path in (directory / "step_00000001").iterdir()) == [
+        "a",
+        "manifest.json",
+    ]
 
 
 def test_all_that_a_name_hangs_on_is_synced_before_it(

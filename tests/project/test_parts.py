@@ -1,5 +1,6 @@
 """DCP plans once for a run, while its plans hold; what is large goes into several files."""
 
+import errno
 import itertools
 import threading
 import warnings
@@ -140,6 +141,20 @@ def test_an_error_of_any_thread_fails_the_save(
         patch.setattr(dcp.DefaultSavePlanner, "resolve_data", stumble)
         with pytest.raises(error, match="a writer thread of DCP did not finish its file"):
             writing.DcpSaver(Group()).write(tmp_path / "stumble", tensors)
+
+
+def test_a_file_that_fails_is_an_error_whether_it_was_open_or_not(
+    project: Project, tmp_path: Path
+) -> None:
+    """DCP goes on after both, without a name for either."""
+    writer = project.module("checkpoint.dcp").DcpWriter(tmp_path, 1)
+    with writer.create(tmp_path / "no folder/a.distcp", "wb") as stream:
+        stream.write(b"x")
+    with writer.create(tmp_path / "b.distcp", "wb") as stream:
+        raise OSError(errno.ENOSPC, "full")
+    missing, full = writer.errors
+    assert isinstance(missing, FileNotFoundError) and full.errno == errno.ENOSPC
+    assert writer.names == []
 
 
 def test_a_save_that_failed_is_no_pattern_for_the_next(

@@ -230,6 +230,43 @@ def test_what_follows_a_target_is_passed_by_name(text: Project) -> None:
     torch.testing.assert_close(MaskedAfterTargets()(*call.arguments, **call.by_name), x * mask)
 
 
+class OfArguments(nn.Module):
+    """Like peft's wrappers, it names no argument."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Use what it was given."""
+        x, bias, other = args
+        assert bias is None and kwargs == {"scale": 2}
+        return kwargs["scale"] * (x - other)
+
+
+class MaskFirst(nn.Module):
+    """Takes a mask that all samples share."""
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """Use the mask."""
+        return x * mask
+
+
+def test_arguments_without_a_name_keep_their_positions(text: Project) -> None:
+    program = text.module("program")
+    model, x = OfArguments(), torch.randn(2, 3)
+    call = program.find_call(model, lambda: model(x, None, x + 1, scale=2))
+    assert len(call.arguments) == 3 and call.by_name == {} and call.fixed == {"scale": 2}
+    made = program.make_program(Path("model.pt2"), model, call).module()
+    torch.testing.assert_close(made(x[:1], None, x[:1]), torch.zeros(1, 3))
+
+
+def test_a_first_dimension_of_one_is_no_batch(text: Project) -> None:
+    """As of a mask that all samples share."""
+    program = text.module("program")
+    model, x, mask = MaskFirst(), torch.randn(2, 4, 4), torch.ones(1, 4, 4)
+    call = program.find_call(model, lambda: model(x, mask))
+    made = program.make_program(Path("model.pt2"), model, call).module()
+    several = torch.randn(5, 4, 4)
+    torch.testing.assert_close(made(several, mask), several)
+
+
 def test_a_program_takes_what_the_loss_gives_the_model(text: Project) -> None:
     """By name and by position, in lists; without the targets, with its settings fixed."""
     program = text.module("program")

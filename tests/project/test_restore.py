@@ -220,11 +220,13 @@ def test_an_incompatible_newest_is_refused_by_name(trained: Trained) -> None:
     checkpointer.facts["identity"] = {**trained.identity, "seed": 7}
     before = [tensor.clone() for tensor in checkpointer.model.state_dict().values()]
     error = trained.project.module("errors").UserError
-    with pytest.raises(error, match=rf"cannot resume from {trained.newest}[^$]*\nOr add to your"):
+    with pytest.raises(
+        error, match=rf"cannot resume from {trained.newest}[^$]*\nOr add --name NEW"
+    ):
         checkpointer.restore()
     # Without saved settings there is only one way out, so the sentence does not begin with "Or".
     checkpointer.run_dir = trained.newest
-    with pytest.raises(error, match=rf"cannot resume from {trained.newest}[^$]*\nAdd to your"):
+    with pytest.raises(error, match=rf"cannot resume from {trained.newest}[^$]*\nAdd --name NEW"):
         checkpointer.restore()
     now = checkpointer.model.state_dict().values()
     assert all(torch.equal(a, b) for a, b in zip(now, before, strict=True))

@@ -194,6 +194,7 @@ def test_what_a_manifest_says_commands_no_terminal(
 
 
 def test_what_is_exported_is_synced_to_disk(image: Project, tmp_path: Path) -> None:
+    """Into folders that it makes."""
     settings = {"run_dir": tmp_path / "run", "data__path": None, "train__steps": 1}
     image.module("train").run(image.config(**settings))
     synced, fsync = [], os.fsync
@@ -204,8 +205,9 @@ def test_what_is_exported_is_synced_to_disk(image: Project, tmp_path: Path) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", note)
-        image("export", "--run-dir", str(tmp_path / "run"), "--to", str(tmp_path / "w.safetensors"))
-    assert synced[-1] == tmp_path and synced[-2].name.endswith("w.safetensors")
+        target = tmp_path / "new/folder/w.safetensors"
+        image("export", "--run-dir", str(tmp_path / "run"), "--to", str(target))
+    assert synced[-1] == target.parent and synced[-2].name.endswith("w.safetensors")
 
 
 def test_a_failed_save_ends_the_run_long_before_the_next(text: Project, tmp_path: Path) -> None:
@@ -286,7 +288,7 @@ def test_no_number_is_too_small_to_be_looked_at(image: Project) -> None:
 def test_bytes_are_shown_as_people_read_them(image: Project) -> None:
     in_units = image.module("run.hardware").in_units
     sizes = (0, 7, 999, 1000, 1234, 999_999, 1_000_000, 2.5e9, 7e12, 7e15)
-    shown = ("0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1e+03 kB", "1 MB", "2.5 GB", "7 TB")
+    shown = ("0 B", "7 B", "999 B", "1 kB", "1.23 kB", "1 MB", "1 MB", "2.5 GB", "7 TB")
     assert [in_units(size) for size in sizes[:-1]] == [*shown]
     assert in_units(sizes[-1]) == "7e+03 TB"
 
@@ -440,8 +442,11 @@ def test_what_is_not_there_is_not_read(image: Project, text: Project, tmp_path: 
     reader = image.module("checkpoint.reader")
     torch.save({"model": {"w": torch.ones(2)}}, tmp_path / "state.pt")
     source, group = reader.OneFile(tmp_path / "state.pt"), image.module("distributed").Group()
-    with pytest.raises(image.module("checkpoint").CheckpointError, match=r"have no model\.v"):
+    error = image.module("checkpoint").CheckpointError
+    with pytest.raises(error, match=r"have no model\.v"):
         source.read({"model.v": torch.empty(2)}, group)
+    with pytest.raises(error, match=r"model\.w has shape \[2\], expected \[3, 2\]"):
+        source.read({"model.w": torch.empty(3, 2)}, group)
     (tmp_path / "text").mkdir()
     (tmp_path / "text/a.txt").write_text("was ever woman in this humour wooed? " * 99)
     os.mkfifo(tmp_path / "text/b.txt")  # whose reader would wait
@@ -468,6 +473,35 @@ def test_many_differences_are_a_few_and_a_count(image: Project) -> None:
         found = differences(saved, ours)
         assert len(found) == lines
         assert (found[-1] == f"parameters: {count - 3} more") == (count > 3)
+
+
+def test_too_many_bad_steps_in_a_row_end_a_run(image: Project, tmp_path: Path) -> None:
+    """Each of them counts, also those that share a line of the log with others."""
+    training = image.module("train")
+    compute = training.compute_loss
+    settings = {"data__path": None, "train__steps": 20, "train__log_every": 2}
+
+    def without_number(model: nn.Module, batch: Any) -> Any:
+        loss = compute(model, batch)
+        return loss._replace(total=loss.total * math.nan)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "compute_loss", without_number)
+        with pytest.raises(image.module("errors").UserError, match="the last 6 steps were skipped"):
+            training.run(image.config(run_dir=tmp_path, train__max_bad_steps=5, **settings))
+    assert not (tmp_path / "checkpoints/step_00000020").exists()
+
+
+def test_a_good_step_ends_the_row_of_bad_ones(image: Project) -> None:
+    module = image.module("run.bad_steps")
+    settings = SimpleNamespace(on_bad_step="skip", max_bad_steps=4)
+    callback = module.BadSteps(settings, None, image.module("distributed").Group())
+    state, bad = SimpleNamespace(step=1), {"loss": math.nan, "skipped_steps": 2}
+    callback.after_step(state, bad)
+    callback.after_step(state, {"loss": 1.0, "skipped_steps": 1})
+    callback.after_step(state, bad)
+    with pytest.raises(image.module("errors").UserError, match="the last 4 steps were skipped"):
+        callback.after_step(state, bad)
 
 
 def test_a_good_run_warns_of_nothing(

@@ -47,6 +47,23 @@ def test_the_size_of_a_validation_batch_changes_no_metric(
         assert figures == pytest.approx(metrics[0], rel=1e-6)
 
 
+def test_no_sample_of_a_single_process_counts_as_padding(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else losses that compare samples would leave them out, also in the next step of training."""
+    gathered, validation = project.module("gather").Gathered, project.module("validation")
+    compute, found = validation.compute_loss, set[bool]()
+
+    def recording(*given: Any) -> Any:
+        found.add(bool(gathered.is_padding))
+        return compute(*given)
+
+    monkeypatch.setattr(validation, "compute_loss", recording)
+    state = project.module("train").setup(project.config())
+    validation.validate(state)
+    assert found == {False} and gathered.is_padding is False
+
+
 def test_a_run_that_a_callback_ends_has_its_last_checkpoint_validated(
     project: Project, tmp_path: Path
 ) -> None:

@@ -198,7 +198,7 @@ def test_a_loss_that_compares_samples_is_no_mean(
     check = judged_sums(project, tmp_path, 8, contrastive)
     assert check["status"] == "fail" and "loss of 8 samples" in check["measured"]
     assert "it compares samples of a batch" in check["advice"]
-    assert "let one sample hold all that is compared" in check["advice"]
+    assert "put all that is compared into one sample" in check["advice"]
     assert ("standard errors" in check["wanted"]) == (noise > 0)
 
 

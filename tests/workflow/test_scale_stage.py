@@ -192,11 +192,11 @@ def test_losses_are_judged(project: Project) -> None:
     assert judged(nothing, "")[0] == "fail"
     records[1]["random"] = True
     status, measured, _ = judged(records, "")
-    assert status == "not_measured" and "in evaluation, too" in measured
+    assert status == "not_measured" and "in evaluation mode too" in measured
 
 
 def test_a_declared_loss_is_not_compared(project: Project, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(project.module("workflow.scale"), "is_declared", lambda: True)
+    monkeypatch.setattr(project.module("workflow.scale"), "need_not_add_up", lambda: True)
     records = {1: record(1.0), 2: record(0.5) | {"losses": [9.0, 9.0]}}
     status, measured, _ = Judged(project, "judge_losses")(records, "")
     assert status == "not_measured" and "ADDS_UP = False" in measured

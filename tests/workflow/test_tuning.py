@@ -178,7 +178,7 @@ def test_a_declared_loss_keeps_its_micro_batches(
 ) -> None:
     """With others it would be another loss, however fast."""
     tuning = project.module("workflow.tuning")
-    monkeypatch.setattr(tuning, "is_declared", lambda: True)
+    monkeypatch.setattr(tuning, "need_not_add_up", lambda: True)
     monkeypatch.setattr(
         tuning, "time_interleaved", lambda ways: {name: 8 * [1 / int(name)] for name in ways}
     )

@@ -62,8 +62,8 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 class DdpModule(nn.Module):
     """The module that DDP wraps: calls the model, or a function of the model.
 
-    So `compute_loss` gets the user's model instead of DDP's wrapper, and may call the model several
-    times.
+    This way, `compute_loss` gets the user's model instead of DDP's wrapper, and may call the model
+    several times.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -114,19 +114,19 @@ def wrap(
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    # `agree_on_buffers` synchronizes buffers once per step instead of at each forward. Given to the
-    # constructor, False would also keep DDP from copying rank 0's buffers at the start.
+    # `agree_on_buffers` synchronizes buffers once per step instead of at each forward. This is set
+    # here, since the constructor would not copy rank 0's buffers if it were given False.
     module.broadcast_buffers = False
     return module
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Run `step`, which updates nothing, if DDP sums the gradients of its first step differently.
+    """Let DDP rebuild its buckets before the first step of training; `step` must update nothing.
 
-    After its first backward, DDP rebuilds its buckets. With three or more ranks, the position of a
-    gradient in its bucket determines the order in which ranks are summed. Without the extra step,
-    the first step after a resume would differ in its bits from the same step of an uninterrupted
-    run.
+    DDP rebuilds its buckets of gradients after its first backward. With three or more ranks, the
+    position of a gradient in its bucket determines the order in which ranks are summed. Without the
+    extra step, the first step after a resume would not be bitwise identical to the same step of an
+    uninterrupted run.
     """
     # With --parallel.find-unused-parameters DDP does not rebuild its buckets.
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
@@ -154,8 +154,8 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     if not last:
         return module.no_sync()
     if len(state.plan) > 1 and not module.find_unused_parameters:
-        # Earlier micro-batches have set `.grad`, so `.grad` does not tell `require_gradients` which
-        # parameters the last backward has reached.
+        # There are several micro-batches, and the earlier ones have set `.grad`. So `.grad` does not
+        # tell `require_gradients` which parameters the last backward has reached.
         module.module.watch_next_backward()
     return contextlib.nullcontext()
 
@@ -163,8 +163,8 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
 def require_gradients(state: "State") -> None:
     """Raise UserError for a parameter that the step's last backward has not reached on this rank.
 
-    Without that gradient, DDP does not start the all-reduce of its bucket on this rank. Other ranks
-    would wait in this all-reduce, and pair it with the next collective of this rank.
+    If a parameter has no gradient, DDP does not start the all-reduce of its bucket on this rank.
+    Other ranks would hang in that all-reduce, or match it with this rank's next collective.
     """
     module = state.module
     if not isinstance(module, DistributedDataParallel) or module.find_unused_parameters:
@@ -224,10 +224,10 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Apply `work` to matrices that all ranks hold, each matrix on one rank; collective.
+    """Apply `work` to matrices that all ranks hold: each matrix on one rank, which broadcasts it.
 
-    That rank broadcasts the result. All broadcasts run at the same time. `like` is only needed for
-    sharded parameters.
+    Collective. All broadcasts are started before the first one is waited for. Only sharded
+    parameters need `like`.
     """
     if not dist.is_initialized():
         return work(matrices)

@@ -1,8 +1,9 @@
-"""Fully sharded data parallelism (FSDP2): each rank holds a shard of every parameter and moment.
+"""Fully sharded data parallelism (FSDP2): each rank holds a shard of every parameter.
 
-Each block is gathered when it is needed and freed afterwards. With HSDP there are several copies of
-the model, each sharded over some of the ranks. Under torchrun there is a process group; a plain
-process is one rank without a group, and its model is not sharded.
+The optimizer's moments are sharded like the parameters. The whole weights of a block are gathered
+when the block needs them, and freed afterwards. With HSDP there are several copies of the model,
+each sharded over some of the ranks. Without torchrun, a process is the only rank, there is no
+process group, and the model is not sharded.
 """
 
 import contextlib
@@ -81,11 +82,11 @@ def reshards_after_forward(config: ParallelConfig) -> bool:
 
 
 def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
-    """Build the model with values on rank 0, and on `meta` on the other ranks; collective.
+    """Build the model: with values on rank 0, without values (on `meta`) on the others; collective.
 
-    So only rank 0 ever holds the whole model; `wrap` fills the tensors of the other ranks. A rank
-    that cannot build the model on `meta` builds it with values, and a warning is logged. If the
-    model cannot be built at all, the error ends that rank's process, and so the run.
+    This way only rank 0 holds the whole model. `wrap` later sends the values to the other ranks.
+    But a rank that cannot build the model on `meta` builds it with values, and rank 0 logs a
+    warning. If a rank cannot build the model at all, the error ends its process, and so the run.
     """
     if world.size == 1:
         return make()
@@ -114,11 +115,13 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
 
 def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
-    """Build the model on `meta`; ValueError if one of its tensors would never be filled.
+    """Build the model on `meta`; ValueError if `wrap` could not give values to one of its tensors.
 
-    Random generators are restored afterwards, in case the model must be built with values.
+    The states of the random generators are restored afterwards, in case the model must be built
+    again with values.
     """
-    # The tensors that may be on `meta`: first those from before, then also the model's own.
+    # The ids of tensors that may be on `meta`: at first the tensors that exist before the model is
+    # built, later also the model's parameters and buffers.
     known = {id(tensor) for tensor in meta_tensors()}
     states = random_states()
     try:
@@ -129,9 +132,10 @@ def build_on_meta(make: Callable[[], nn.Module]) -> nn.Module:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not can_be_filled(tensor):
             raise ValueError(f"{name} is a {type(tensor).__name__} ({tensor.layout})")
-        # If the tensor is a view, it keeps its base alive, too; otherwise `_base` is None.
+        # A view keeps its base alive, so the base may be on `meta`, too. If the tensor is no view,
+        # `_base` is None, and the id of None does no harm.
         known |= {id(tensor), id(tensor._base)}
-    # Only parameters and buffers get memory and values. Any other tensor, such as one in a list,
+    # `wrap` gives values only to parameters and buffers. Any other tensor, such as one in a list,
     # would stay on `meta`.
     for tensor in meta_tensors():
         if id(tensor) not in known:
@@ -157,7 +161,8 @@ def wrap(
     check_ranks(config, world.size)
     policy = MixedPrecisionPolicy()
     if compute_dtype != torch.float32:
-        # Sum gradients in float32 with every release of torch, whose defaults differ.
+        # Set the dtype in which gradients are summed, since its default differs between releases of
+        # torch.
         policy = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     mesh = build_mesh(config, world)
     units = units_of(model, blocks)
@@ -171,21 +176,22 @@ def wrap(
             "return its layers, as in [*model.layers]"
         )
 
-    # Weak references, to find out at the end whether anything still uses a replaced tensor.
+    # Sharding replaces the model's tensors. With these weak references, `check_replaced` finds out
+    # whether anything still uses an old tensor.
     originals = references(model)
     buffers: dict[torch.Tensor, torch.Tensor] = {}
     for unit in [*units, model]:
         move_to_device(unit, world, buffers)
         attributes = {name: dict(vars(p)) for name, p in unit.named_parameters()}
         reshard = config.reshard_after_forward
-        # Parameters outside the blocks are needed again as soon as backward begins. With
-        # `reshard_after_forward=None`, FSDP keeps those of the outermost module gathered.
+        # The model's parameters outside the blocks are needed again as soon as backward begins.
+        # With None, FSDP keeps the parameters of the outermost module gathered after forward.
         if unit is model:
             reshard = None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
         for name, parameter in unit.named_parameters():
             keep_attributes(attributes[name], parameter)
-    # This dictionary refers to old tensors, and `check_replaced` must find no such reference.
+    # Drop the references of this dictionary to old tensors, or `check_replaced` would find them.
     buffers.clear()
     check_replaced(originals)
     return model
@@ -193,7 +199,7 @@ def wrap(
 
 def units_of(model: nn.Module, blocks: Iterable[nn.Module]) -> list[nn.Module]:
     """Return the blocks that have parameters, each once, with inner blocks before outer ones."""
-    # `wrap` shards the model itself at the end.
+    # Leave out the model itself, which `wrap` shards at the end.
     with_parameters = {block for block in blocks if [*block.parameters()]} - {model}
     units_at_depth: dict[int, list[nn.Module]] = {}
     for path, module in model.named_modules():
@@ -210,11 +216,12 @@ def move_to_device(
 ) -> None:
     """Move tensors that are not sharded yet to this rank's device, with rank 0's values.
 
-    Collective. Tied tensors stay tied. `buffers` maps buffers moved with earlier units to their
-    replacements.
+    Collective. Tied tensors stay tied. `buffers` maps the buffers that were moved with earlier
+    units to their replacements; the buffers of this unit are added.
     """
-    # Replacements also map to themselves: a module inside two units is visited twice, and the
-    # second visit must not replace its tensors again.
+    # Both dictionaries map an old tensor to its replacement, and the replacement to itself. A
+    # module inside two units is visited twice, and the second visit must not replace its tensors
+    # again.
     parameters: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
         for name, parameter in named_tensors(submodule, "_parameters"):
@@ -231,7 +238,7 @@ def move_to_device(
 
 
 def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None:
-    """Copy attributes such as `_no_weight_decay` to the parameter that replaces another."""
+    """Copy a parameter's attributes, such as `_no_weight_decay`, to the one that replaces it."""
     for name, value in attributes.items():
         vars(parameter).setdefault(name, value)
 
@@ -239,15 +246,16 @@ def keep_attributes(attributes: dict[str, Any], parameter: torch.Tensor) -> None
 def filled(tensor: torch.Tensor, world: World) -> torch.Tensor:
     """Return a tensor like this one on this rank's device, with rank 0's values.
 
-    Collective, unless the values are read later.
+    Collective. But if the values are read later (READ_LATER), the result has none, and nothing is
+    sent.
     """
     new = torch.empty(tensor.shape, dtype=tensor.dtype, device=world.device)
     if hasattr(tensor, READ_LATER):
-        # No rank has its values: each reads its shard from the files of --init-from.
+        # Not even rank 0 has the values: each rank will read its shard from files (--init-from).
         return new
     if world.rank == 0:
         new.copy_(tensor.detach())
-    # Sent as bytes, since gloo supports few dtypes.
+    # Send the values as bytes, since gloo supports few dtypes.
     dist.broadcast(new.view(-1).view(torch.uint8), 0)
     return new
 
@@ -261,7 +269,10 @@ def copies_of_the_model(config: ParallelConfig) -> int:
 
 
 def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
-    """Return the device mesh: a row of shards, or one row per copy of the model (HSDP)."""
+    """Return the device mesh: one row of ranks, or with HSDP one row per copy of the model.
+
+    The ranks of a row hold the shards of one copy.
+    """
     copies = copies_of_the_model(config)
     if copies == 1:
         return init_device_mesh(world.device.type, (world.size,))
@@ -277,7 +288,7 @@ def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """Compute the loss of a batch; FSDP casts with its own policy, a plain process autocasts."""
+    """Compute the loss of a batch; autocast only without FSDP, which casts by its own policy."""
     autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if state.compute_dtype != torch.float32 and not state.world.distributed:
         autocast = torch.autocast(state.world.device.type, state.compute_dtype)
@@ -294,9 +305,9 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Let FSDP reduce gradients in this backward if it is the step's last, or with `reduce_each`.
+    """Let FSDP reduce gradients in the last micro-batch's backward, or in each (`reduce_each`).
 
-    This sets flags in the modules, so the returned context does nothing.
+    This function itself sets flags in the modules, so the context that it returns does nothing.
     """
     if isinstance(state.module, FSDPModule):
         reduce_each = state.config.parallel.reduce_each
@@ -312,9 +323,9 @@ def count_unused_as_zeros(module: FSDPModule, zeros: bool) -> None:
     """Set whether FSDP counts a gradient that is missing on this rank as zeros.
 
     Ranks may use different parameters, such as experts. Without zeros, a rank leaves the missing
-    gradient out, and FSDP sums gradients of different parameters. Zeros need torch 2.13. They do
-    not work when bf16 gradients of several micro-batches are added up in float32, since torch makes
-    the zeros in bf16.
+    gradient out of the tensor that it sends, and FSDP adds up gradients of different parameters.
+    Zeros need torch 2.13. They do not work when gradients of several micro-batches are added up in
+    float32, but computed in bf16: torch would make zeros in bf16 between gradients in float32.
     """
     sharded: Any = module
     if hasattr(sharded, "set_reduce_scatter_unused_params"):
@@ -322,7 +333,7 @@ def count_unused_as_zeros(module: FSDPModule, zeros: bool) -> None:
 
 
 def require_gradients(state: "State") -> None:
-    """Do nothing: `count_unused_as_zeros` says when FSDP accepts a missing gradient."""
+    """Do nothing: FSDP accepts a missing gradient, except as `count_unused_as_zeros` describes."""
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -338,7 +349,7 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Gather the full tensor; collective."""
+    """Return the full tensor, gathered from the ranks; collective."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
@@ -346,19 +357,20 @@ def shard_like(source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
     """Shard a full `source`, which all ranks hold, like `target`."""
     if not isinstance(target, DTensor):
         return source
-    # Without a source rank torch sends nothing: all ranks hold the whole tensor already.
+    # By default torch sends rank 0's values. With None it sends nothing, since each rank already
+    # holds the full tensor and takes its own shard from it.
     return distribute_tensor(source, target.device_mesh, target.placements, src_data_rank=None)
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many ranks hold the same shard as this rank, and this rank's index among them."""
+    """Return the number of ranks that hold this rank's shard, and this rank's index among them."""
     if not isinstance(tensor, DTensor):
         return size, rank
     count = 1
     index = 0
     mesh = tensor.device_mesh
-    # Along an axis of the mesh a tensor is either replicated or sharded. A rank outside of the mesh
-    # would have no coordinate, but all ranks are in it.
+    # Along each axis of the mesh, a tensor is either replicated or sharded. A rank outside the mesh
+    # would have no coordinate (None), but all ranks are in the mesh.
     axes = zip(mesh.shape, mesh.get_coordinate() or (), tensor.placements, strict=True)
     for length, coordinate, placement in axes:
         if placement.is_replicate():
@@ -368,13 +380,14 @@ def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
 
 
 def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
-    """Raise RankError, on every rank, if two ranks have loaded different bits of one shard."""
+    """Raise RankError, on every rank, if ranks have loaded the same shard with different bits."""
     shards: dict[str, list[torch.Tensor]] = {}
     for tensor in tensors:
         holders, index = replicas(tensor, world.rank, world.size)
         if holders > 1:
             distinct = world.size // holders
-            # Ranks are numbered copy by copy (`build_mesh`), so this is the rank within its copy.
+            # `index` is the number of the copy that this rank holds a part of. `build_mesh` numbers
+            # ranks copy by copy, so the difference is the rank's number within its copy.
             shard = world.rank - index * distinct
             name = f"{LOADED} (shard {shard} of {distinct})"
             shards.setdefault(name, []).append(local_part(tensor))
@@ -383,7 +396,7 @@ def compare_loaded(tensors: Iterable[torch.Tensor], world: World) -> None:
 
 def total_norm(gradients: list[torch.Tensor], world: World) -> torch.Tensor:
     """Compute the 2-norm of all gradients: a scalar on the device, the same on every rank."""
-    # By default (None) torch uses `foreach` for plain tensors, but processes DTensors one by one.
+    # By default (None) torch processes plain tensors together (`foreach`), but DTensors one by one.
     foreach = True if world.distributed else None
     norm = torch.nn.utils.get_total_norm(gradients, foreach=foreach)
     return norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -394,11 +407,11 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Apply `work` to whole matrices, of which this rank holds rows; collective.
+    """Apply `work` to whole matrices, and return this rank's rows of the results; collective.
 
-    `matrices` are this rank's rows, sharded like the tensors in `like`. Each matrix is gathered on
-    one rank, which applies `work` and sends the others their rows. So a rank holds one whole matrix
-    at a time, and no work is repeated within a copy of the model.
+    `matrices` has only this rank's rows of each matrix, sharded like the tensors in `like`. Each
+    matrix is gathered on one rank, which applies `work` and sends the others their rows. So a rank
+    holds one whole matrix at a time, and no work is repeated within a copy of the model.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)
@@ -408,29 +421,29 @@ def divide_work(
     ranks = mesh.size(mesh.ndim - 1)
     rank = dist.get_rank(group)
     results = [*matrices]
-    # Sort by size, so that the matrices of a round are of similar size, which balances the work.
+    # Sort by size, so that the matrices of a round have similar sizes. This balances the work.
     by_size = sorted(range(len(matrices)), key=lambda index: -like[index].numel())
     for first in range(0, len(matrices), ranks):
         # Rank i works on the i-th matrix of the round; in the last round some ranks have none.
         indices = by_size[first : first + ranks]
         has_matrix = rank < len(indices)
         rows = torch.cat([matrices[index].flatten() for index in indices])
-        # The number of elements to send to each rank, and to receive from each rank.
+        # For each rank, the number of elements to send to it, and to receive from it.
         to_send = [matrices[index].numel() for index in indices]
         to_send += [0] * (ranks - len(indices))
         to_receive = [0] * ranks
         if has_matrix:
             shape = like[indices[rank]].shape
-            # FSDP shards rows like `chunk`, so the last ranks may have none.
+            # FSDP divides rows among the ranks as `chunk` does, so the last ranks may have none.
             shards = torch.empty(shape, device="meta").chunk(ranks)
             to_receive[: len(shards)] = [shard.numel() for shard in shards]
         flat_matrix = rows.new_empty(sum(to_receive))
         dist.all_to_all_single(flat_matrix, rows, to_receive, to_send, group)
         if has_matrix:
             flat_matrix = work([flat_matrix.view(shape)])[0].flatten()
-        # The same transfer backwards: the rows of the results overwrite the rows that were sent.
+        # The same transfer backwards: this rank's rows of the results overwrite those it sent.
         dist.all_to_all_single(rows, flat_matrix, to_send, to_receive, group)
-        # Not strict: ranks without a matrix have an entry in `to_send`, but none in `indices`.
+        # Not strict, since `indices` is shorter than `to_send` if some ranks have no matrix.
         for index, result in zip(indices, rows.split(to_send), strict=False):
             results[index] = result.view_as(matrices[index])
     return results

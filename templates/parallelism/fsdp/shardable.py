@@ -12,22 +12,25 @@ from ..errors import UserError
 
 
 def can_be_filled(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is plain: dense, and neither sharded nor of another class.
+    """Return whether a tensor is a plain one that `filled` (parallel.py) can copy.
 
-    `filled` (parallel.py) can only copy such tensors.
+    A plain tensor is dense, and neither sharded (a DTensor) nor of another subclass.
     """
     return type(tensor) in (torch.Tensor, nn.Parameter) and tensor.layout == torch.strided
 
 
 def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]]:
-    """Return a module's own "_parameters" or "_buffers" (`kind`) with their names."""
+    """Return the parameters or buffers of a module itself, with their names.
+
+    `kind` is "_parameters" or "_buffers". Unlike `named_parameters`, this names tied tensors twice.
+    """
     return [(name, value) for name, value in getattr(module, kind).items() if value is not None]
 
 
 def check_batch_norm(model: nn.Module) -> None:
     """Raise UserError for a batch norm that FSDP cannot train on a GPU in half precision."""
-    # FSDP casts the weights of these norms, but not their statistics. Their GPU kernels need one
-    # dtype for both.
+    # FSDP casts the weights of these norms to half precision, but not their statistics. The GPU
+    # kernels of these norms need one dtype for both.
     for name, module in model.named_modules():
         if not isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
             continue
@@ -45,9 +48,11 @@ def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
     `units` are the modules that are sharded separately; the rest of the model is the last unit.
     """
     path_of = {module: path for path, module in model.named_modules()}
-    # For each parameter, the name and the unit in which it was first found.
+    # For each parameter, its name and unit where it was first found. A tied parameter is found more
+    # than once.
     first: dict[torch.Tensor, tuple[str, nn.Module]] = {}
-    # Name and dtype of the first trained parameter of each unit, and of each frozen parameter.
+    # The name and dtype of the first trained parameter of each unit (the key is the unit), and of
+    # each frozen parameter (the key is the parameter).
     dtypes: dict[Any, tuple[str, torch.dtype]] = {}
     for unit in [*units, model]:
         for module in own_modules(unit, units):
@@ -79,7 +84,7 @@ def check_shardable(model: nn.Module, units: list[nn.Module]) -> None:
 
 
 def own_modules(unit: nn.Module, units: list[nn.Module]) -> list[nn.Module]:
-    """Return the modules of a unit, without those of units inside it."""
+    """Return the modules inside a unit, without the modules of other units inside it."""
     inside = {*unit.modules()}
     of_others: set[nn.Module] = set()
     for other in units:
@@ -93,7 +98,7 @@ def check_memory(model: nn.Module) -> None:
     by_storage: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if can_be_filled(tensor):
-            # All views of a storage have the same `_cdata`.
+            # `_cdata` identifies the storage: all views of one storage have the same value.
             by_storage.setdefault(tensor.untyped_storage()._cdata, []).append((name, tensor))
     for held in by_storage.values():
         for (name, one), (other, two) in itertools.combinations(held, 2):
@@ -106,16 +111,16 @@ def check_memory(model: nn.Module) -> None:
 
 
 def overlap(one: torch.Tensor, two: torch.Tensor) -> bool:
-    """Tell whether two views of one storage share an element."""
+    """Return whether two views of one storage share an element."""
     if one.dtype != two.dtype:
-        # Offsets count elements, so they cannot be compared. Assume an overlap.
+        # Offsets count elements, whose sizes may differ between dtypes. So assume an overlap.
         return True
     start_of_one, end_of_one = extent(one)
     start_of_two, end_of_two = extent(two)
     if end_of_one <= start_of_two or end_of_two <= start_of_one:
         return False
-    # The ranges overlap, but the elements may not: two columns of a matrix share none. So mark each
-    # element of the first view, and look up those of the second.
+    # The ranges overlap, but the views may still share no element, such as two columns of a matrix.
+    # So mark the elements of the first view, and look for marks among the elements of the second.
     size = one.untyped_storage().nbytes() // one.itemsize
     marks = torch.zeros(size, dtype=torch.bool)
     marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
@@ -138,11 +143,11 @@ def references(model: nn.Module) -> dict[str, weakref.ref[torch.Tensor]]:
 
 
 def check_replaced(originals: dict[str, weakref.ref[torch.Tensor]]) -> None:
-    """Raise UserError for a replaced tensor that is still referenced somewhere.
+    """Raise UserError if something still refers to a tensor that was replaced.
 
-    The code with that reference would keep using a weight that is not trained.
+    Code with such a reference would keep using a weight that is not trained.
     """
-    # Free tensors that only reference cycles keep alive.
+    # First free the tensors that only reference cycles keep alive.
     gc.collect()
     still_alive = [name for name, original in originals.items() if original() is not None]
     if still_alive:

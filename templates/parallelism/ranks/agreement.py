@@ -1,9 +1,9 @@
-"""Let ranks share host values and errors, and require equal ones.
+"""Let ranks share host values and errors, and check that values are equal on all ranks.
 
-If one rank fails inside a `Group.together` block, its error is raised on all ranks. If it fails
-anywhere else, its process ends (errors.py). The others then wait in their next collective, until it
-fails since the connection is gone, or until torchrun or the watchdog ends them. So put work that
-may fail on one rank into such a block if all ranks should report the error.
+An error inside a `Group.together` block is raised on all ranks. An error anywhere else only ends
+the process of its rank (errors.py). The other ranks then wait in their next collective, until the
+collective fails because the connection is gone, or until torchrun or the watchdog ends them. If all
+ranks should report an error, put the work that may raise it into such a block.
 """
 
 import contextlib
@@ -30,20 +30,21 @@ from .world import PHASE_LIMIT, World, timeout_of_collectives
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-# What the error message of `compare_loaded` (parallel.py) names as different.
+# The name of the compared values in the error message of `compare_loaded` (parallel.py).
 LOADED = "the checksum of the loaded tensors (if it differs, a disk or memory is faulty)"
-# Its attribute `open` tells whether this thread is inside a `together` block.
+# `_block.open` is true while this thread is inside a `together` block. It is unset before the
+# thread's first block.
 _block = threading.local()
 
 
 class Group:
     """Shares values and errors between the ranks, on their CPUs, over gloo.
 
-    All ranks call the collective methods together, in the same order. In a plain process they
-    return at once.
+    All ranks call the collective methods together, in the same order. In a process without torchrun
+    these methods return at once.
     """
 
-    # The console, on a rank whose stderr is redirected to its log.
+    # The console, on a rank whose stderr is redirected to its log; None on other ranks.
     console: TextIO | None = None
 
     def __init__(self, world: World | None = None) -> None:
@@ -53,22 +54,22 @@ class Group:
         self.is_first = self.rank == 0
         self.step_limit = world.step_limit if world else PHASE_LIMIT
         self.timeout = timeout_of_collectives(self.step_limit)
-        # The number of open phases. At first it is the start-up, which the watchdog ends after
+        # The number of open phases. The first phase is the start-up, which the watchdog ends after
         # the first step.
         self.phases = 1
-        # The end of the last phase, and of the last exchange (time.monotonic()).
+        # When the last phase ended, and when the last exchange ended (time.monotonic()).
         self.resumed = 0.0
         self.exchanged = 0.0
-        # Waits for the current exchange, and returns its result; None before the first exchange.
+        # Waits for the pending exchange, and returns its result; None before the first exchange.
         self.wait_for_exchange: Callable[[], list[float]] | None = None
-        # The ranks' current activity, for the message after a stop signal.
+        # The current activity, such as "validation", for the message after a stop signal.
         self.doing = "step"
         self.process_group: Any = None
         if world and world.distributed:
-            # A separate process group never waits behind the device's collectives.
+            # In a separate process group, collectives never wait behind those of the device.
             self.process_group = dist.new_group(backend="gloo", timeout=self.timeout)
-            # new_group has no barrier. Without one, rank 0 could exit, and with it the store that
-            # it may serve, while other ranks still connect.
+            # Ranks connect through a store, which rank 0 may serve. new_group does not wait for all
+            # ranks, so without this barrier rank 0 could exit while others still connect.
             dist.barrier(self.process_group)
 
     def end_start_up(self) -> None:
@@ -76,14 +77,15 @@ class Group:
         self.phases -= 1
 
     def log_prefix(self) -> str:
-        """Return this rank and the restarts so far, for the first line of its log."""
+        """Return this rank's number and the restarts so far, for the first line of its log."""
         restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return f"rank {self.rank} of {self.size}, restarts so far: {restarts}, "
 
     @contextlib.contextmanager
     def printing_to(self, file: TextIO, handler: Any) -> Iterator[None]:
         """Redirect this rank's stdout and stderr to `file`; `handler` still logs to the console."""
-        # Redirect the descriptors, to include output of C libraries and the stacks of a crash.
+        # Redirect the file descriptors instead of sys.stdout and sys.stderr, so that `file` also
+        # gets the output of C libraries and the stacks of a crash.
         with open(os.dup(1), "wb") as old_out, open(os.dup(2), "w", encoding="utf-8") as old_err:
             _print_to(file.fileno(), file.fileno())
             handler.stream = self.console = old_err
@@ -94,7 +96,7 @@ class Group:
                 handler.stream = self.console = None
 
     def say(self, text: str) -> None:
-        """Print to the console and to a redirected stderr.
+        """Print to stderr and, if stderr is redirected to a file, also to the console.
 
         Unlike a log call, this does not take logging's lock, which a hanging thread may hold.
         """
@@ -107,33 +109,36 @@ class Group:
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Set the time limit of a block, such as a save: PHASE_LIMIT, or a longer step limit."""
+        """Give a block, such as a save, a time limit of PHASE_LIMIT, or the step limit if longer.
+
+        `doing` names the activity in the message after a stop signal.
+        """
         self.phases += 1
         self.doing = doing
         try:
             yield
         finally:
-            # Set the time first: once the watchdog's thread sees the phase closed, it must not
-            # count the phase as part of a step.
+            # Set `resumed` before `phases`. When the watchdog's thread sees that the phase is over,
+            # `resumed` must have the new time, or the phase would count as part of a step.
             self.resumed = time.monotonic()
             self.phases -= 1
             self.doing = "step"
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
-        """Run a block of host work; an error on any rank is raised on all of them at its end.
+        """Run a block of host work; at its end, raise an error of any rank on all ranks.
 
             with group.together():
                 if group.is_first:
                     write_manifest()
 
-        All ranks enter it together. A UserError of any rank is raised as it is; other errors become
-        one RankError that names the ranks. KeyboardInterrupt and SystemExit leave at once; the
-        other ranks then notice that this one is gone.
+        All ranks enter the block together. A UserError of any rank is raised as it is; other errors
+        become one RankError that names the ranks. KeyboardInterrupt and SystemExit leave the block
+        at once; the other ranks then notice that this rank is gone.
 
         The block must not contain a collective of this class or of torch.distributed, since a rank
-        that failed would never reach it. `broadcast`, `gather`, `any`, `maximum` and a nested block
-        raise RuntimeError there.
+        that failed would never reach it. Inside the block, `broadcast`, `gather`, `any`, `maximum`
+        and another `together` raise RuntimeError.
         """
         _require_outside("together")
         error: Exception | None = None
@@ -178,9 +183,12 @@ class Group:
         return bool(flags.item())
 
     def _raise_on_all(self, error: Exception | None) -> NoReturn:
-        """Raise, on all ranks, the errors that some of them have; collective."""
+        """Raise the same error on all ranks, given this rank's `error` or None; collective.
+
+        This is the first UserError, or else a RankError with the messages of all errors.
+        """
+        # Only rank 0 gets the errors of all ranks, so it broadcasts them. A rank may have None.
         gathered = self.gather(_as_sent(error))
-        # Each rank's error, or None.
         failures = self.broadcast(gathered)
         for failure in failures:
             if isinstance(failure, UserError):
@@ -188,7 +196,10 @@ class Group:
         raise RankError(_in_one_line(failures)) from error
 
     def prove_shared(self, folder: Path) -> None:
-        """Raise UserError if a rank does not see a file of rank 0 in a folder; collective."""
+        """Raise UserError if a rank does not see a file that rank 0 writes to a folder.
+
+        Collective.
+        """
         nonce = folder / f".nonce-{self.broadcast(uuid.uuid4().hex)}"
         with self.together():
             if self.is_first:
@@ -212,25 +223,26 @@ class Group:
                 nonce.unlink()
 
     def exchange(self, flags: list[int]) -> list[int]:
-        """Send `flags`; return the maxima over the ranks of those sent at the previous call.
+        """Send `flags`; return the maximum over the ranks of each flag sent at the previous call.
 
-        All ranks get the same result, and a rank waits only for one that is a whole call behind.
-        But the first call waits for all ranks, and returns the maxima of the flags just sent.
+        All ranks get the same result. A rank waits only for ranks that have not made the previous
+        call yet. But the first call waits for all ranks, and returns the maxima of the flags that
+        it sends.
         """
         if self.process_group is None:
             return flags
         if self.wait_for_exchange is None:
-            # The first call sends its flags twice: here for its own result, and below for that of
-            # the second call.
+            # The first call sends its flags twice: here for its own result, and below for the
+            # result of the second call.
             self.wait_for_exchange = self.maximum(flags)
         maxima = self.wait_for_exchange()
-        # All ranks have made the previous call, so the run makes progress.
+        # Now all ranks are known to have made the previous call, so the run makes progress.
         self.exchanged = time.monotonic()
         self.wait_for_exchange = self.maximum(flags)
         return [int(flag) for flag in maxima]
 
     def settle(self) -> None:
-        """Wait for the current exchange, since a run must not end with an unfinished collective."""
+        """Wait for the pending exchange, since a run must not end with an unfinished collective."""
         if self.wait_for_exchange:
             self.wait_for_exchange()
 
@@ -241,11 +253,12 @@ class Group:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
-            # The watchdog ends the run earlier and names the rank that hangs. This limit is only
-            # reached if the watchdog hangs, too, for example on a network disk that is gone.
+            # If a rank hangs, the watchdog ends the run before this limit, and names the rank. The
+            # limit is only reached if the watchdog hangs, too, as on a network disk that is gone.
             limit = self.timeout
             if not self.phases:
-                # The watchdog waits for the limit of a step, then for twice the longest step.
+                # The watchdog needs at most this long: it waits for the limit of a step, then up to
+                # twice the longest step for reports. A step counts at most as long as its limit.
                 limit = 3 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)
@@ -264,7 +277,7 @@ def _require_outside(name: str) -> None:
 
 
 def _as_sent(error: Exception | None) -> Exception | None:
-    """Return an error with only the message of this one, since not every error can be pickled."""
+    """Return an error to send to other ranks: only its message, since not all can be pickled."""
     if error is None:
         return None
     if isinstance(error, UserError):
@@ -276,7 +289,7 @@ def _as_sent(error: Exception | None) -> Exception | None:
 
 
 def _in_one_line(failures: Sequence[Exception | None]) -> str:
-    """Join up to four different errors, each with the first rank that has it."""
+    """Join up to four different messages, each with the first rank that has it."""
     first_rank: dict[str, int] = {}
     for rank, failure in enumerate(failures):
         if failure is not None:
@@ -289,7 +302,7 @@ def _in_one_line(failures: Sequence[Exception | None]) -> str:
 
 
 def _print_to(out: int, err: int) -> None:
-    """Redirect this process's stdout and stderr to these descriptors."""
+    """Redirect this process's stdout to the descriptor `out`, and its stderr to `err`."""
     for descriptor, target, stream in ((1, out, sys.stdout), (2, err, sys.stderr)):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -299,8 +312,8 @@ def _print_to(out: int, err: int) -> None:
 def require_same_model(model: nn.Module, world: World) -> None:
     """Raise UserError, on every rank, unless all have built the same tensors in the same order.
 
-    Collective. DDP's broadcast, and an optimizer that divides its work, match tensors of the ranks
-    by their order. With different orders they would mix up layers of the same shape.
+    Collective. The broadcast of rank 0's values, and an optimizer that divides its work among the
+    ranks, match tensors by their order. Different orders would mix up layers of the same shape.
     """
     tensors: list[str] = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -317,9 +330,9 @@ def require_same_model(model: nn.Module, world: World) -> None:
 def require_same_optimizer(
     optimizer: torch.optim.Optimizer, model: nn.Module, world: World
 ) -> None:
-    """Raise UserError, on every rank, unless the optimizers of all have the same order; collective.
+    """Raise UserError, on every rank, unless all optimizers list their parameters in one order.
 
-    An optimizer that divides its work sends its results by the order of its parameters.
+    Collective. An optimizer that divides its work among the ranks sends results in that order.
     """
     names = {parameter: name for name, parameter in model.named_parameters()}
     parameters: list[str] = []
@@ -337,7 +350,7 @@ def require_same_optimizer(
 
 
 def _require_same_order(entries: list[str], world: World, problem: str, advice: str) -> None:
-    """Raise UserError, on every rank, that names the first entry that differs; collective."""
+    """Raise UserError, on every rank, if an entry differs from rank 0's; collective."""
     if world.size == 1:
         return
     # Compare digests first. The entries themselves are only sent to report a difference.
@@ -359,7 +372,7 @@ def _require_same_order(entries: list[str], world: World, problem: str, advice: 
 def require_same(values: dict[str, Any], world: World, error: Any = UserError) -> None:
     """Raise an error, on every rank, if two ranks have different values for a name; collective.
 
-    A name that a rank lacks is not compared.
+    A name is compared only between the ranks that have it.
     """
     values_of: list[Any] = [values] * world.size
     if world.distributed:

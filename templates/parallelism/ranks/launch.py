@@ -1,15 +1,17 @@
 """Start torchrun for launch.sh, with changes that keep it local and let ranks save when stopped.
 
 - On one machine torchrun listens only on the loopback interface.
-- Only the first stop signal counts: torchrun forwards it and waits for the ranks to save. A second
-  one would end torchrun and its ranks at once, yet signals often come twice: `timeout` sends one to
-  its child and one to the group. A second Ctrl-C still ends it. After a signal, torchrun exits with
-  128 + the signal's number; status.json tells whether the ranks have saved.
-- On several machines, it does not wait long for a torchrun that was stopped.
-- If it is killed, the kernel kills its ranks (world.py).
-- On one machine, errors of the first attempt that would repeat are not retried: errors that the
-  user can fix (exit code 2), and errors in code before the end of the first step (70). On several
-  machines they are retried, since a torchrun that gives up ends the job on all machines.
+- Only the first stop signal counts: torchrun forwards the signal and waits for the ranks to save.
+  By default a second signal ends torchrun and its ranks at once. But signals often come twice:
+  `timeout` sends one to its child and one to the process group. A second Ctrl-C still ends torchrun
+  at once. After a signal, torchrun exits with 128 + the signal's number; status.json says whether
+  the ranks have saved.
+- On several machines, torchrun does not wait long for a torchrun that was stopped on another one.
+- If torchrun is killed, the kernel kills its ranks (world.py).
+- On one machine, torchrun does not restart the ranks if an error of the first attempt would repeat.
+  That is an error that the user can fix (exit code 2), or an error in code before the end of the
+  first step (70). On several machines torchrun retries after these errors, too, since a torchrun
+  that gives up ends the job on all machines.
 """
 
 import contextlib
@@ -34,9 +36,9 @@ from ..errors import FAILED_AT_START
 from .stop import TO_BE_RESTARTED
 from .world import LOOPBACK, ON_LOOPBACK, die_with_the_launcher, prefer
 
-# Once its ranks have finished, torchrun waits this long for the torchruns of other machines. All
-# ranks exit together, so only one that was stopped is missing. By default torchrun would wait 300 s
-# for it, and ignore signals meanwhile.
+# Once its ranks have finished, torchrun waits at most this many seconds for the torchruns of other
+# machines. The ranks of all machines exit together, so this is long enough, unless a torchrun was
+# stopped and never comes. By default the others would wait 300 s for it, and ignore signals.
 EXIT_SECONDS = 30
 # The exit code of a rank after an error that the user can fix.
 USER_ERROR = 2
@@ -45,23 +47,27 @@ REPEATED = ("Sending process", "Received ", "failed (exitcode: ")
 
 
 def failed_with(code: int, failures: dict[int, ProcessFailure]) -> bool:
-    """Tell whether a rank ended with this exit code, and none crashed."""
+    """Return whether a rank ended with exit code `code`, and no rank crashed."""
     for failure in failures.values():
-        # torchrun itself ends the other ranks with SIGTERM. Any other signal is a crash.
+        # A negative exit code is the signal that ended the process. torchrun itself ends the other
+        # ranks with SIGTERM; any other signal is a crash.
         if failure.exitcode < 0 and failure.exitcode != -signal.SIGTERM:
             return False
     return any(failure.exitcode == code for failure in failures.values())
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent; it also prints how ranks ended, and does not retry errors that repeat."""
+    """The part of torchrun that starts and watches the ranks of a machine.
+
+    It also prints how ranks ended, and does not restart them after an error that would repeat.
+    """
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
         options.setdefault("exit_barrier_timeout", EXIT_SECONDS)
         super().__init__(*arguments, **options)
 
     def _monitor_workers(self, worker_group: agents.WorkerGroup) -> agents.RunResult:
-        # torch's decorator hides the signature.
+        # torch's decorator hides the method's signature from type checkers.
         monitor: Any = super()._monitor_workers
         result = monitor(worker_group)
         # `result.failures` is empty while all ranks run.
@@ -88,8 +94,8 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
         elif result.failures:
-            # A machine leaves, and the ranks of the others have ended with TO_BE_RESTARTED. For
-            # torchrun that is a failure, which uses up a restart, so add one.
+            # Another machine is leaving, so the ranks here have ended with TO_BE_RESTARTED.
+            # torchrun takes that for a failure, which uses up a restart, so add one.
             self._remaining_restarts += 1
         return result
 
@@ -102,7 +108,7 @@ def ending(rank: int, failure: ProcessFailure) -> str:
 
 
 def stop_once(number: int, frame: types.FrameType | None) -> None:
-    """Handle a signal as torchrun does, and ignore all later ones except Ctrl-C."""
+    """Raise SignalException, as torchrun's own handler does; ignore later signals except Ctrl-C."""
     for name in os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"].split(","):
         if name != "SIGINT":
             signal.signal(getattr(signal, name), signal.SIG_IGN)
@@ -110,20 +116,21 @@ def stop_once(number: int, frame: types.FrameType | None) -> None:
 
 
 def is_news(record: logging.LogRecord) -> bool:
-    """Tell whether a line of torchrun's log adds to the reports of the ranks."""
+    """Return whether a line of torchrun's log says more than the ranks' own reports."""
     return not record.getMessage().startswith(REPEATED)
 
 
 def on_one_machine(folder: str) -> list[str]:
     """Return torchrun's options for one machine, so that nothing listens on the network.
 
-    The ranks connect on the loopback interface. torchrun's rendezvous is a file in `folder`, which
-    only this user can read: its TCP store would listen on all interfaces, and unpickle any input.
+    The ranks connect on the loopback interface. torchrun's rendezvous uses a file in `folder`, a
+    folder that only this user can read. By default the rendezvous would use a TCP store, which
+    listens on all interfaces and unpickles any input.
     """
     prefer(ON_LOOPBACK)
     options = ["--nnodes", "1", "--local-addr", LOOPBACK]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
-    # Only other machines need heartbeats, and the file would grow with each one.
+    # Only other machines need heartbeats, and each one makes the file grow. So send one a day.
     options += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
     return options
 
@@ -138,8 +145,8 @@ def change_torchrun() -> None:
 
 def launch(arguments: list[str]) -> None:
     """Run torchrun with these arguments; without --nnodes, on one machine."""
-    # If the parent ignores SIGHUP, as nohup does, torchrun would still handle it. So take it out of
-    # the list for --signals-to-handle (launch.sh), in which others follow it.
+    # nohup lets this process ignore SIGHUP, but torchrun would handle it. So remove SIGHUP from the
+    # list for --signals-to-handle (launch.sh), and the comma before the next signal.
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         arguments = [argument.replace("SIGHUP,", "") for argument in arguments]
     with tempfile.TemporaryDirectory(prefix="rendezvous-") as folder:
@@ -149,19 +156,19 @@ def launch(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    # If a stage of the workflow is killed, its ranks must end, too. Here LAUNCHER_PID is still the
-    # process of that stage.
+    # A stage of the workflow may have started this process. If the stage is killed, this process
+    # must end, too. At this point LAUNCHER_PID is still the process id of the stage.
     if os.environ.pop("OF_A_STAGE", ""):
         die_with_the_launcher()
-    # The ranks (world.py) use the process id to notice that this process is gone, and the time to
-    # tell it from an earlier process with the same id.
+    # The ranks (world.py) use the id of this process to notice that it is gone, and its start time
+    # to distinguish it from an earlier process with the same id.
     os.environ["LAUNCHER_PID"] = str(os.getpid())
     os.environ["LAUNCHER_STARTED"] = f"{time.time():.0f}"
     change_torchrun()
     try:
         launch(sys.argv[1:])
     except ChildFailedError as failed:
-        # The ranks have already reported an error that the user can fix.
+        # For an error that the user can fix, the report of the ranks is enough.
         if failed_with(USER_ERROR, failed.failures):
             sys.exit(USER_ERROR)
         # The message names the first rank that failed; a traceback of torchrun would not help.

@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-# A rank is slow if its own time is more than SLOW_RATIO times the median rank's, and the difference
-# is more than SLOW_FRACTION of a step.
+# A rank's own time is the part of a step until the rank may first wait for others. A rank is slow
+# if its own time is more than SLOW_RATIO times the median of the ranks, and the difference is more
+# than SLOW_FRACTION of a step.
 SLOW_RATIO = 1.2
 SLOW_FRACTION = 0.05
-# A warning names the slowest rank once it was slow for this many windows in a row. A window is the
-# steps between two log lines.
+# A warning names the slowest rank once it has been slow in this many windows in a row. A window is
+# the steps between two log lines.
 SLOW_WINDOWS = 3
-# Only this many steps are timed, the first ones of each window.
+# Only the first steps of each window are timed, at most this many.
 TIMED_STEPS = 64
 
 
@@ -44,28 +45,31 @@ def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], li
 class Stragglers:
     """Callback that adds the slowest rank to each log line, and warns if it stays the slowest.
 
-    Since ranks wait for each other, a step takes the same time on all of them. So this measures a
-    rank's time until it may first wait for others. That is the work between steps, loading its
-    batch and, with DDP, all micro-batches up to the last forward. (FSDP gathers in forward, so
-    there a slow device cannot be told from a waiting one.) On CUDA, events measure the device's
-    time, and are read only at log lines. A log line has the means of the previous window, so that
-    no rank waits for them.
+    Since ranks wait for each other, a step takes the same time on all of them. So this measures
+    each rank's own time: from the start of the step until the rank may first wait for others. It
+    includes the work between steps, loading the batch and, with DDP, all micro-batches up to the
+    last forward. (With FSDP it ends before the first forward, since ranks wait for weights there.
+    So a slow device is not found.) On CUDA, events measure the device's time, and are read only at
+    log lines. At a log line, ranks start to exchange the means of a window. The next log line shows
+    the result, so that no rank has to wait for it.
     """
 
     def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
         self.group = group
         self.module = module
         self.cuda = device.type == "cuda"
-        # The start of the step; None if the step is not timed. Times are seconds on a CPU, and
-        # events on CUDA.
+        # The start of the step; None if the step is not timed. On a CPU, times are numbers of
+        # seconds; on CUDA, they are events.
         self.began: Any = None
         # The time at which this rank may first wait for others.
         self.arrived: Any = None
         # `began` and `arrived` of each timed step of this window.
         self.spans: list[tuple[Any, Any]] = []
-        # The end of the last phase (a save, a validation) when the step began.
+        # The value of `group.resumed` when the step began. Each phase, such as a save or a
+        # validation, changes `group.resumed` at its end.
         self.resumed = group.resumed
-        # Waits for the exchange that began at the last log line, and returns its result.
+        # Waits for the exchange of means that began at the last log line, and returns each rank's
+        # mean.
         self.maxima: Callable[[], list[float]] | None = None
         # The slowest rank of the last window, and for how many windows in a row it was slow.
         self.last_slowest = 0
@@ -73,7 +77,7 @@ class Stragglers:
         self.hook: Any = None
 
     def __enter__(self) -> "Stragglers":
-        """Gather the ranks' host names and, with DDP, hook forward."""
+        """Gather the ranks' host names and, with DDP, register a hook after forward."""
         self.hosts = self.group.gather(socket.gethostname())
         if isinstance(self.module, DistributedDataParallel):
             self.hook = self.module.register_forward_hook(self._after_forward)
@@ -88,28 +92,32 @@ class Stragglers:
 
     def before_step(self, state: "State") -> None:
         """Note that this rank has its batch."""
-        # If a phase, such as a save, has ended since `begin`, do not time this step: in a phase
+        # Do not time this step if a phase, such as a save, has ended since `begin`: in a phase,
         # ranks wait for each other.
         if self.resumed != self.group.resumed:
             self.began = None
         self._arrive()
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """At a log line, add the slowest rank of the previous window, and send this one's mean."""
+        """At a log line, add the slowest rank of the previous window, and send this window's mean.
+
+        `record` is None except at a log line.
+        """
         if self.began is not None:
             self.spans.append((self.began, self.arrived))
         if record is None:
             return
         if self.maxima:
             record |= self._judge(self.maxima(), record["step_seconds"])
-        # Each rank sends zeros except for its own entry, so the maxima are all ranks' entries.
+        # Each rank sends its own entry, and zeros for the others. So the maxima are the entries of
+        # all ranks.
         seconds = [0.0] * self.group.size
         seconds[self.group.rank] = self._mean_seconds()
         self.maxima = self.group.maximum(seconds)
         self.spans = []
 
     def begin(self, state: "State", record: dict[str, Any] | None) -> None:
-        """Time the next step."""
+        """Start the timer of the next step, if it is one of the window's first."""
         self.resumed = self.group.resumed
         self.began = self._now() if len(self.spans) < TIMED_STEPS else None
 
@@ -120,8 +128,8 @@ class Stragglers:
 
     def _arrive(self) -> None:
         """Note the time from which this rank may wait for others."""
-        # A step calls this several times, and the last call counts. No rank waits before that: DDP
-        # communicates only in the backward of the last micro-batch.
+        # A step may call this several times, and the last call counts. No rank waits before the
+        # last call: DDP communicates only in the backward of the last micro-batch.
         if self.began is not None:
             self.arrived = self._now()
 
@@ -150,8 +158,8 @@ class Stragglers:
 
         `seconds` has the mean of each rank.
         """
-        # For an even number of ranks, take the lower of the two middle values. So the slower of two
-        # ranks is compared with the other.
+        # For an even number of ranks, take the lower of the two middle values. With two ranks this
+        # is the faster one's, so that the slower rank is compared with it.
         median = sorted(seconds)[(len(seconds) - 1) // 2]
         longest = max(seconds)
         slowest = seconds.index(longest)
@@ -176,11 +184,11 @@ class Stragglers:
 
 
 class BeginStep:
-    """Callback after the journal that starts the timer, to exclude the journal's time on rank 0."""
+    """Callback that starts the timer after the journal, whose time on rank 0 must not count."""
 
     def __init__(self, stragglers: Stragglers) -> None:
         self.stragglers = stragglers
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
-        """Time the next step."""
+        """Start the timer of the next step."""
         self.stragglers.begin(state, record)

@@ -1,22 +1,23 @@
 """End a run that hangs, and name the rank for which the others wait.
 
 When a rank stops working (its process is suspended, its code loops, its machine or GPU is gone),
-the others wait for it in the next collective, by default for hours. So a thread on each rank
-measures the time since the last step. When the limit is exceeded, it
+the other ranks wait for it in their next collective, by default for hours. So a thread on each rank
+measures the time since the last step. When this time exceeds the limit, the thread
 
 1. writes the stacks of its rank, then a report with the rank's position in the code and the number
-   of collectives that it has started. If there is a report, the stacks are complete;
-2. reads the reports of the other ranks, until all are there or the time is up;
-3. on the lowest rank with a report, writes a verdict. It names the ranks without a report, which
-   are suspended or gone, or whose disk hangs. If all have one, it names the ranks that have
-   started the fewest collectives: the others wait in a collective that these did not enter;
-4. ends the process once there is a verdict, and not before: the first process that ends takes the
-   others with it.
+   of collectives that the rank has started. If there is a report, the stacks are complete;
+2. waits for the reports of the other ranks, until all are there or the time is up;
+3. on the lowest rank with a report, writes a verdict, which names the ranks that hang. If any ranks
+   have no report, it names these: they are suspended or gone, or their disk hangs. Otherwise it
+   names the ranks that have started the fewest collectives: the others wait in a collective that
+   these ranks did not enter;
+4. waits for the verdict, then ends the process. When the first process ends, torchrun ends the
+   others, so no process may end before there is a verdict.
 
 The ranks communicate through files in the run directory, since a collective would hang, too.
 
-The limit is `--parallel.timeout-minutes`. It is at least PHASE_LIMIT for the start-up, which
-includes the first step (it may compile), for a save, and for each batch of a validation.
+The limit is `--parallel.timeout-minutes`. For the start-up, a save, and each batch of a validation,
+the limit is at least PHASE_LIMIT. The start-up includes the first step, which may compile.
 """
 
 import contextlib
@@ -43,9 +44,10 @@ if TYPE_CHECKING:
 
 # The prefix of the files with the last collectives of each rank.
 TRACE = "collectives_rank_"
-# Ranks wait for reports this long plus twice the longest step, since a rank may lag by a step.
+# A rank waits for reports for this many seconds plus twice its longest step, since another rank may
+# be a step behind.
 REPORTING_SECONDS = 10.0
-# If the watchdog thread did not run for this long, its process was suspended.
+# If the watchdog's thread did not run for this many seconds, the process was suspended.
 SUSPENDED_SECONDS = 5.0
 
 
@@ -88,18 +90,19 @@ class Watchdog:
         self.over.set()
 
     def before_step(self, state: "State") -> None:
-        """Note, for errors.py, that a whole step is done, including the callbacks after it."""
+        """From the second step on, note for errors.py that a step and its callbacks are done."""
         if self.stepping:
             note_step()
 
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Restart the clock for the next step."""
         previous = self.began
-        # The thread reads `phases` first and `began` second, so write them in the reverse order.
-        # Then it never takes the start of the start-up for the start of a step.
+        # The thread reads `phases` before `began`, so write `began` before `end_start_up` changes
+        # `phases`. Otherwise the thread could take the whole start-up for a step.
         self.began = time.monotonic()
         if self.stepping:
-            # The time may include a save or a validation, so it counts up to the limit of a step.
+            # The time since the last step may include a save or a validation, so count at most the
+            # limit of a step.
             seconds = min(self.began - previous, self.limit)
             self.longest = max(self.longest, seconds)
         else:
@@ -112,34 +115,35 @@ class Watchdog:
         last_awake = time.monotonic()
         while not self.over.wait(min(1.0, self.limit / 10)):
             now = time.monotonic()
-            # End if torchrun was killed. On Linux the kernel ends its ranks (world.py).
+            # The parent changes when torchrun is killed. Then this rank must end, too. On Linux the
+            # kernel does that (world.py).
             if sys.platform != "linux" and os.getppid() != self.parent:
                 os._exit(1)
-            # Read `phases` before the times, since the end of a phase sets `resumed`, then
-            # `phases`. In the other order, a long save could count as a step.
+            # Read `phases` before `resumed`, since the end of a phase sets `resumed` before
+            # `phases`. In the other order, a long save could count as a part of a step.
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())
-            # Each exchange restarts the clock. A validation has one before each batch, so it may
-            # take hours.
+            # Each exchange restarts the clock. There is one before each batch of a validation, so a
+            # whole validation may take hours.
             began = max(self.began, self.group.resumed, self.group.exchanged)
-            # If this process was suspended, the whole job may have been. That is not a hang, so the
-            # time does not count.
+            # If this process was suspended, perhaps the whole job was. That is not a hang, so the
+            # time of the suspension does not count.
             asleep = now - last_awake
             if asleep > SUSPENDED_SECONDS:
                 began += asleep
                 self.began = began
             last_awake = now
             waited = now - began
-            # A rank inside a phase has more time. But if it is the only one there, the others wait
-            # for it, give up earlier, and create the folder. Then this rank reports as well, to
-            # show that it is not suspended.
+            # If only this rank is inside a phase, it has a longer limit than the others. They wait
+            # for this rank, give up first, and create the folder. Then this rank reports as well,
+            # to show that it is not suspended.
             others_gave_up = waited > self.limit and self.folder.exists()
             if waited > limit or others_gave_up:
                 self._end(waited)
 
     def _end(self, waited: float) -> None:
-        """Report, and end the process even if that fails."""
+        """Report, and end the process even if the report fails."""
         try:
             self._report(waited)
         except OSError as error:
@@ -162,14 +166,14 @@ class Watchdog:
             "collectives": _count_collectives(),
         }
         write_json(self.folder / f"rank_{rank}.json", report)
-        # This calls CUDA, which may hang itself, so it runs in a separate thread.
+        # `_write_trace` calls CUDA, which may hang as well, so it runs in a separate thread.
         trace = threading.Thread(target=self._write_trace, daemon=True)
         trace.start()
         reports = self._wait_for_reports()
         trace.join(REPORTING_SECONDS)
         if rank == min(reports):
             self._blame(reports, waited, verdict)
-        # The first rank that exits ends the others, so wait for the verdict.
+        # When the first rank exits, torchrun ends the others, so wait for the verdict.
         deadline = time.monotonic() + 2 * REPORTING_SECONDS
         while not verdict.exists() and time.monotonic() < deadline:
             time.sleep(0.2)
@@ -184,7 +188,7 @@ class Watchdog:
         return reports
 
     def _blame(self, reports: dict[int, dict[str, Any]], waited: float, verdict: Path) -> None:
-        """Name the ranks that hang, on the console, in status.json, then in the verdict."""
+        """Name the ranks that hang: on the console, in status.json, and last in `verdict`."""
         reason = f"no step finished for {waited:.0f} s: {blame(reports, self.group.size)}"
         lines = [reason]
         fewest_first = sorted(reports, key=lambda rank: reports[rank]["collectives"])
@@ -204,15 +208,15 @@ class Watchdog:
             file.write(text + "\n")
 
     def _write_trace(self) -> None:
-        """Write the flight recorder's trace of the last 2,000 collectives."""
+        """Write this rank's last collectives, which torch's flight recorder has kept (world.py)."""
         recorder: Any = torch._C._distributed_c10d  # pyright: ignore
-        # Newer versions of torch have renamed the function.
+        # Some builds of torch have only the second function.
         dump = getattr(recorder, "_dump_nccl_trace", None) or recorder._dump_fr_trace
         with open_to_write(self.folder / f"{TRACE}{self.group.rank}", "wb") as file:
             file.write(dump())
 
     def _read_reports(self) -> dict[int, dict[str, Any]]:
-        """Return the reports written so far by rank, the lowest first."""
+        """Return the reports written so far, by rank, in ascending order."""
         reports = {}
         for path in self.folder.glob("rank_*.json"):
             with contextlib.suppress(OSError):
@@ -237,7 +241,7 @@ def blame(reports: dict[int, dict[str, Any]], size: int) -> str:
 
 
 def _named(ranks: list[int]) -> str:
-    """Format a list of ranks, eight at most."""
+    """Format a list of ranks, as in "ranks 1, 5"; only the first eight are named."""
     text = ", ".join(str(rank) for rank in ranks[:8])
     if len(ranks) > 8:
         text += " ..."
@@ -245,13 +249,13 @@ def _named(ranks: list[int]) -> str:
 
 
 def _count_collectives() -> int:
-    """Return how many collectives this rank has started, in all its process groups."""
+    """Return the number of collectives that this rank has started, in all its process groups."""
     groups: list[Any] = list(dist.distributed_c10d._world.pg_map)
     return sum(group._get_sequence_number_for_group() for group in groups)
 
 
 def _position_of(thread: int) -> str:
-    """Return the innermost line of a thread's stack that is not in a library."""
+    """Return the innermost line of a thread's stack outside libraries, if there is one."""
     innermost = sys._current_frames()[thread]
     frame = innermost
     while frame is not None and _is_library(frame.f_code.co_filename):
@@ -262,6 +266,6 @@ def _position_of(thread: int) -> str:
 
 
 def _is_library(path: str) -> bool:
-    """Tell whether a source file is in an installed package or Python's import system."""
-    # Packages are in site-packages or dist-packages.
+    """Return whether a source file is in an installed package or in Python's import system."""
+    # Packages are installed in site-packages or dist-packages.
     return "-packages/" in path or "<frozen" in path

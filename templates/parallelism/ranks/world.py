@@ -1,8 +1,8 @@
 """Join and leave the process group of a run; each process is one rank with one device.
 
-All environment variables for gloo and NCCL are set here, unless the user has set them. If the
-libraries choose the wrong network between machines, set NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or
-NCCL_IB_HCA.
+This file has all environment variables that the project sets for gloo and NCCL, unless the user has
+set them. If the libraries choose the wrong network between machines, set NCCL_SOCKET_IFNAME,
+GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
 """
 
 import ctypes
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from .parallel import ParallelConfig
 
 log = logging.getLogger(__name__)
-# Time limit of start-up, a save, and each batch of a validation, which may wait for a slow disk.
+# Time limit of the start-up, a save, and each batch of a validation: all may wait for a slow disk.
 PHASE_LIMIT = timedelta(minutes=30)
 
 # The address on which the ranks of one machine connect (launch.py).
@@ -44,19 +44,20 @@ ON_LOOPBACK = {
 NCCL = {
     # NCCL reports many errors as "unhandled system error"; this prints the reason.
     "NCCL_DEBUG": "WARN",
-    # The flight recorder keeps the last collectives, each with the line that started it, for
-    # watchdog.py. It is on by default since torch 2.9.
+    # torch's flight recorder keeps the last 2,000 collectives, each with the line that started it,
+    # for watchdog.py. It is on by default since torch 2.9.
     "TORCH_FR_BUFFER_SIZE": "2000",
-    # By default NCCL ends a process that seems to hang after 8 minutes, before the watchdog would.
+    # By default torch ends a process whose NCCL threads seem to hang for 8 minutes. The watchdog
+    # must end the run first, since it says why.
     "TORCH_NCCL_HEARTBEAT_TIMEOUT_SEC": "7200",
 }
 
-# By default gloo connects all pairs of ranks when a group is created, which takes a second or two
-# for fewer ranks than this. With more, it connects two ranks when they first communicate.
+# From this number of ranks on, gloo connects two ranks only when they first communicate. By default
+# it connects all pairs when a group is created; with fewer ranks that takes a second or two.
 MANY_RANKS = 128
 ON_MANY_RANKS = {"TORCH_GLOO_LAZY_INIT": "1"}
-# Seconds that `regrouping` waits for a signal from torchrun. That is ample, since torchrun checks
-# ten times a second whether machines want to join.
+# `regrouping` waits for a signal from torchrun for this many seconds. That is ample, since torchrun
+# checks ten times a second whether machines want to join.
 TOLD_WITHIN = 5.0
 
 
@@ -76,8 +77,8 @@ class World:
 def launcher() -> str | None:
     """Return a unique name of the torchrun process that started this one; None without torchrun.
 
-    It tells a restart from a new start. torchrun's own restart count does not include restarts for
-    a machine that joins.
+    If the name is the same as before, torchrun has restarted the ranks; otherwise the job was
+    started again. torchrun's own restart count leaves out restarts for a machine that joins.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -108,7 +109,8 @@ def join(config: "ParallelConfig", device_name: str) -> World:
         prefer(ON_MANY_RANKS)
     options: dict[str, Any] = {"timeout": timeout_of_collectives(step_limit)}
     store: dist.Store | None = None
-    # torchrun shares its own store with the ranks, unless launch.sh has started it.
+    # torchrun shares its own store with the ranks, unless it was started by launch.sh, which sets
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE.
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         store = _store_of_torchrun()
     elif os.environ["MASTER_ADDR"] == LOOPBACK:
@@ -132,16 +134,18 @@ def join(config: "ParallelConfig", device_name: str) -> World:
 def timeout_of_collectives(step_limit: timedelta) -> timedelta:
     """Return how long a collective may take before torch ends the process.
 
-    torch does not name the rank that hangs, so the watchdog must be done before. It waits for the
-    limit of a phase, then up to twice the longest step for the reports of the other ranks.
+    torch does not name the rank that hangs, so the watchdog must end the run first. The watchdog
+    waits for the limit of a phase, then up to twice the longest step for the reports of the other
+    ranks. A step counts at most as long as `step_limit`.
     """
     return max(PHASE_LIMIT, step_limit) + 2 * step_limit + timedelta(minutes=1)
 
 
 def leave(world: World) -> None:
-    """Leave the process group; call it when there are no references to the model any more."""
+    """Leave the process group; call this when nothing refers to the model any more."""
     if world.distributed and dist.is_initialized():
-        # A DDP reducer that is freed after its process group can deadlock Python at exit.
+        # Free the model now, in case reference cycles keep it alive. If torch's wrapper of a model
+        # is freed after its process group, Python can deadlock at exit.
         gc.collect()
         # A fast rank must not close connections that a slow rank still uses.
         dist.barrier()
@@ -151,11 +155,15 @@ def leave(world: World) -> None:
 def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     """Return whether this rank must be restarted, since another machine is leaving the job.
 
-    All ranks call this when any of them got a stop signal; `told_to_stop` tells if this rank did.
-    In an elastic job (NNODES=1:4), torchrun restarts all ranks when a machine joins or leaves. When
-    one joins, the torchruns signal their ranks at slightly different times, and a rank that exited
-    before its signal would count as finished, which ends the job. So wait for the signal. If none
-    comes, another machine was stopped, and this rank must be restarted without it.
+    All ranks call this after any rank got a stop signal; `told_to_stop` returns whether this rank
+    got one. In an elastic job (NNODES=1:4), torchrun restarts all ranks when a machine joins or
+    leaves:
+
+    - If a machine joins, each torchrun signals its ranks, at slightly different times. A rank that
+      exited before its own signal would count as finished, which would end the job. So this
+      function first waits for the signal.
+    - If another machine was stopped, this rank gets no signal. It must be restarted, so that it
+      trains without that machine.
     """
     # Only an elastic job has a range of machines.
     if ":" not in os.environ.get("NNODES", ""):
@@ -169,33 +177,36 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
 
 
 def die_with_the_launcher() -> None:
-    """Let the kernel end this process when torchrun is killed (Linux; otherwise: watchdog.py)."""
+    """Let the kernel kill this process when its parent, such as torchrun, is killed.
+
+    Only Linux can do this. On other systems, watchdog.py ends the ranks.
+    """
     if sys.platform == "linux":
         # The value of PR_SET_PDEATHSIG in <linux/prctl.h>.
         pr_set_pdeathsig = 1
         ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
-    # torchrun may already have been killed while this process was importing torch. Then this
-    # process has another parent.
+    # The parent may already have been killed while this process was importing torch. Then this
+    # process has another parent by now.
     parent = str(os.getppid())
     if os.environ.get("LAUNCHER_PID", parent) != parent:
         sys.exit("error: torchrun, which started this rank, was killed: start the run again")
 
 
 def prefer(settings: dict[str, str]) -> None:
-    """Set environment variables that the user has not set."""
+    """Set each of these environment variables, unless the user has set it."""
     for name, value in settings.items():
         os.environ.setdefault(name, value)
 
 
 def _store_of_torchrun() -> dist.Store | None:
-    """Return torchrun's store with keys for this attempt; None on several machines.
+    """Return torchrun's store, with separate keys for this attempt; None on several machines.
 
-    The store outlives a restart, and torch reuses its keys. Without separate keys, ranks would read
-    the addresses of ranks that are gone, and fail or wait for them.
+    The store outlives a restart, and torch uses the same keys in each attempt. Without separate
+    keys, ranks would read the addresses of ranks that are gone, and fail or wait for them.
     """
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
-        # There are several machines. The torchrun of each counts its own restarts, so no variable
-        # identifies the attempt on all machines.
+        # There are several machines, and each machine's torchrun counts its own restarts. So no
+        # variable has the same value on all machines in one attempt, and another in the next.
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
             log.warning(
                 "after a restart, ranks may read outdated entries in torchrun's store and fail or "
@@ -215,11 +226,11 @@ def _store_of_torchrun() -> dist.Store | None:
 
 
 def _store_on_loopback(rank: int) -> dist.Store:
-    """Return the ranks' store of a job on one machine; rank 0 serves it."""
+    """Return the store through which the ranks of one machine connect; rank 0 serves it."""
     port = int(os.environ["MASTER_PORT"])
     options: dict[str, Any] = {"timeout": PHASE_LIMIT, "wait_for_workers": False}
     if rank == 0:
-        # By itself the store would listen on all interfaces, so give it a socket.
+        # By default the store listens on all interfaces, so give it a socket on the loopback one.
         listener = socket.create_server((LOOPBACK, port), backlog=4096)
         options |= {"is_master": True, "master_listen_fd": listener.detach()}
     return dist.TCPStore(LOOPBACK, port, **options)

@@ -1,4 +1,4 @@
-"""Run in one process: the functions with which several ranks would agree return at once."""
+"""Run in one process: the functions by which several ranks agree wait for nobody here."""
 
 import contextlib
 import os
@@ -27,7 +27,7 @@ class World:
 
 
 class Group:
-    """The methods with which several ranks would agree; with one process they return at once."""
+    """The methods by which several ranks agree; in one process they return at once."""
 
     rank = 0
     size = 1
@@ -40,12 +40,12 @@ class Group:
         """Accept the same arguments as the class for several ranks."""
 
     def log_prefix(self) -> str:
-        """Return what the first line of the log begins with: nothing, as there is no rank."""
+        """Return the beginning of the log's first line: empty, since there is only one rank."""
         return ""
 
     @contextlib.contextmanager
     def phase(self, doing: str) -> Iterator[None]:
-        """Name the activity of the block; it has no time limit, since no other process waits."""
+        """Set `doing` in a block. The block has no time limit, since no other process waits."""
         self.doing = doing
         yield
         self.doing = "step"
@@ -68,7 +68,7 @@ class Group:
         return value
 
     def gather(self, value: T) -> list[T]:
-        """Return the value of the one process."""
+        """Return the values of all processes: there is only this one."""
         return [value]
 
     def any(self, flag: bool) -> bool:
@@ -97,7 +97,7 @@ def launcher() -> str | None:
 
 
 def join(config: ParallelConfig, device_name: str) -> World:
-    """Pick the device; UserError when torchrun started several processes."""
+    """Pick the device; UserError if torchrun has started several processes."""
     check_ranks(config, int(os.environ.get("WORLD_SIZE", "1")))
     device = pick_device(device_name)
     if device.type == "cuda":

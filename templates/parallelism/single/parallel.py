@@ -71,7 +71,7 @@ def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any
 
 
 def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
-    """Return an empty context, since gradients are not reduced."""
+    """Return an empty context, since gradients are not summed over processes."""
     return contextlib.nullcontext()
 
 
@@ -96,13 +96,14 @@ def with_local_part(tensor: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
 
 
 def replicas(tensor: torch.Tensor, rank: int, size: int) -> tuple[int, int]:
-    """Return how many processes hold a tensor, and this one's index among them."""
+    """Return the number of processes that hold a tensor (one), and this process's index (0)."""
     return 1, 0
 
 
 def total_norm(gradients: list[torch.Tensor], world: "World") -> torch.Tensor:
     """Compute the 2-norm of all gradients: a scalar on the device."""
-    # Like torch.nn.utils.get_total_norm, which first groups by device and dtype at twice the cost.
+    # torch.nn.utils.get_total_norm computes the same, but takes twice as long, since it first
+    # groups the gradients by device and dtype.
     return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
 
 
@@ -116,7 +117,7 @@ def divide_work(
 
 
 def all_reduce(tensor: torch.Tensor, world: "World") -> torch.Tensor:
-    """Return the tensor itself: the sum over one process."""
+    """Return the tensor itself, which is its sum over one process."""
     return tensor
 
 

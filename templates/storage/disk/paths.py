@@ -14,17 +14,17 @@ from ..errors import UserError
 from ..files import read_json
 from . import PUBLISHED, LocalFiles, step_name
 
-# The path of a run, a checkpoint or a file: here always on a disk.
+# The path of a run, a checkpoint or a file. In this project it is always on a disk.
 Place = Path
-# Names of checkpoints that were renamed because they were damaged.
+# Names of checkpoints that were renamed because they were damaged: step_00000120.damaged-1.
 DAMAGED = re.compile(r"step_\d{8,}\.damaged-\d+")
-# Only one slash is required, since pathlib merges two into one.
+# Only one slash is required, since pathlib turns s3://bucket into s3:/bucket.
 URL = re.compile(r"[a-zA-Z][\w+.-]+:/.*")
 NO_STORE = "which this project cannot open: create it with storage=object_store"
 
 
 def storage_path(where: Path | str) -> Path:
-    """Return a path; UserError for a URL of an object store."""
+    """Return `where` as a path; raise UserError if it is a URL of an object store."""
     if URL.fullmatch(str(where)):
         raise UserError(f"{where} is a URL of an object store, {NO_STORE}")
     return Path(where)
@@ -43,12 +43,12 @@ def checkpoints_of(run: Path) -> Path:
 
 
 def has_files(folder: Path, suffix: str) -> bool:
-    """Tell whether there are files with a suffix directly in a folder."""
+    """Return whether a folder itself, not a subfolder, has files with a suffix."""
     return any(folder.glob(f"*{suffix}"))
 
 
 def published(directory: Path) -> list[Path]:
-    """Return the checkpoints with a published name, oldest first; files are not checked."""
+    """Return the checkpoints with a published name, oldest first; their files may be damaged."""
     names = os.listdir(directory) if directory.is_dir() else []
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
@@ -65,14 +65,18 @@ def open_regular(path: Path) -> io.BufferedIOBase:
     # Check before opening, since opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    # If the file is replaced after the check, O_NOFOLLOW refuses a link, and O_NONBLOCK does not
-    # wait for a writer.
+    # If a link replaces the file after the check, O_NOFOLLOW refuses the link. If a pipe replaces
+    # the file, O_NONBLOCK keeps the open from waiting for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     return open(descriptor, "rb")
 
 
 def local_copy(path: Path, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
-    """Return where to read a checkpoint's files: in place, since they are local already."""
+    """Return a checkpoint's folder, this rank's index among its readers, and their number.
+
+    All ranks of `group` read the folder; without a group, only this process does. Makes no copy,
+    since the files are local already.
+    """
     # A checkpoint copied from an object store has its files in a subfolder.
     folder = path / manifest.get("folder", "")
     if group is None:

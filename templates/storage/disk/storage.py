@@ -16,7 +16,8 @@ C = TypeVar("C")
 class StorageConfig(RetentionConfig):
     """Settings of checkpoints on disk."""
 
-    # Whether checkpoints are in an object store, and whether they are only there.
+    # These are not settings. `in_store`: whether checkpoints are in an object store. `far`: whether
+    # they are only there.
     in_store = False
     far = False
 
@@ -24,15 +25,15 @@ class StorageConfig(RetentionConfig):
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
     """Return the publisher of a run's checkpoints; UserError if they are in an object store.
 
-    `identity` is not used here: a resume compares it with the checkpoint.
+    `identity` is not used: only the publisher for an object store needs it.
     """
     return Publisher(checkpoints_of(run_dir), config, group)
 
 
 def on_disk(config: C) -> C:
-    """Return settings that save to disk, which these already do."""
+    """Return the settings unchanged, since they already save checkpoints on disk."""
     return config
 
 
 def end_in_time(stop: Stop | None) -> None:
-    """Do nothing: only requests to an object store need a deadline after a stop signal."""
+    """Do nothing, since only requests to an object store need a deadline after a stop signal."""

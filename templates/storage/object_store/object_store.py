@@ -1,7 +1,7 @@
 """Use objects and folders in an object store (s3://bucket/run) like paths, through fsspec.
 
 Requests fail now and then: a store throttles, is slow, or drops the connection. A failed request is
-retried after a delay, unless it would fail again in the same way. Credentials come from the
+retried after a delay, unless a retry would fail in the same way. Credentials come from the
 environment or from fsspec's configuration, never from this project.
 """
 
@@ -28,10 +28,10 @@ from ..errors import RankError, UserError
 log = logging.getLogger(__name__)
 # Seconds to wait for an answer, or for progress of a file transfer.
 REQUEST_TIMEOUT = 300.0
-# Maximum seconds before each retry of a request.
+# The longest delay in seconds before each retry of a request; jitter makes it shorter.
 RETRY_DELAYS = (0.5, 2.0, 6.0, 15.0)
-# Seconds for requests after a stop signal. torchrun kills the run after GRACE_SECONDS (launch.sh);
-# the rest of that time is for logging what was saved.
+# A launcher such as torchrun kills the run GRACE_SECONDS after a stop signal. Requests may take
+# three quarters of that time, 90 seconds by default. The rest is for logging what was saved.
 GRACE = 0.75 * int(os.environ.get("GRACE_SECONDS") or "120")
 # Requests that fail with these errors would fail again, so they are not retried.
 PERMANENT_ERRORS = (
@@ -45,40 +45,41 @@ PERMANENT_ERRORS = (
     NotImplementedError,
     ImportError,
 )
-# Errors of a disk without room.
+# Error numbers of a full disk, and of an exceeded quota.
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Protocols of fsspec for paths on this machine.
 LOCAL_PROTOCOLS = ("file", "local")
-# Protocols that may be opened when only a config.json names the URL, not the command; add yours
-# here. A run directory from elsewhere may name any URL, and some protocols of fsspec execute code
-# from files.
+# A URL that only a run's config.json names, not the command line, must have one of these protocols;
+# add yours here. A run directory from elsewhere may name any URL, and some protocols of fsspec
+# execute code from files.
 PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", *LOCAL_PROTOCOLS}
-# The protocol, and the bucket and key. Between them are two slashes, which pathlib merges into one;
-# file:///path has three.
+# The groups are the protocol, and the bucket with the key. The slashes between them are two in
+# s3://bucket/run, three in file:///path, and one in s3:/bucket/run, as pathlib writes the first.
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")
-# URLs that the command was given, or that were logged.
+# URLs that `remote` was called with: the command gave them, or `address_of` has logged them.
 known_urls: set[str] = set()
-# The handler of stop signals while a run trains in this process (`end_in_time`), else None.
+# The handler of stop signals of the run that trains in this process; None while there is no run.
+# `end_in_time` sets it.
 stop_of_run: Stop | None = None
 
 
 class StoreError(OSError, RankError):
-    """A request failed, and so did its retries."""
+    """A request failed for good: its retries failed, too, or a retry would not help."""
 
 
 def end_in_time(stop: Stop | None) -> None:
-    """After a stop signal, give up requests before the launcher kills this process.
+    """Give requests a deadline after a stop signal, before the launcher kills this process.
 
-    None means that the run is over: later requests have no deadline.
+    `stop` handles the signals of a run. None means that the run is over, and ends the deadline.
     """
     global stop_of_run
     stop_of_run = stop
 
 
 def time_left() -> float:
-    """Return the seconds left for requests after a stop signal: negative when it is too late.
+    """Return the seconds until the deadline of requests; negative after the deadline.
 
-    Infinity without a signal.
+    Only a stop signal sets a deadline. Without one, return infinity.
     """
     if stop_of_run is None:
         return math.inf
@@ -87,9 +88,11 @@ def time_left() -> float:
 
 
 def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
-    """Send one request and return the answer; TimeoutError when there is no progress for too long.
+    """Send one request and return the answer.
 
-    Without a timeout some clients would wait forever, as s3fs does for permission to send a PUT.
+    Raises TimeoutError after REQUEST_TIMEOUT without progress, or at the deadline of a stopped run.
+    Without a timeout some clients could wait forever. For example, s3fs would wait before a PUT
+    until the store permits it to send the content.
     """
     progress = None
     if method in ("put_file", "get_file"):
@@ -99,38 +102,40 @@ def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
     # A client without asyncio cannot be interrupted, so it gets no timeout.
     if not store.async_impl:
         return getattr(store, method)(*arguments, **options)
+    # fsspec's coroutine function for `put_file` is `_put_file`.
     coroutine = getattr(store, f"_{method}")(*arguments, **options)
     future = asyncio.run_coroutine_threadsafe(coroutine, store.loop)
     bytes_moved = 0
-    moved_at = time.monotonic()
-    # Look once per second until there is an answer.
+    last_progress_at = time.monotonic()
+    # Until there is an answer, check once per second for progress.
     while not futures.wait([future], 1.0).done:
         if progress is not None and progress.value != bytes_moved:
             bytes_moved = progress.value
-            moved_at = time.monotonic()
+            last_progress_at = time.monotonic()
         run_has_to_stop = time_left() <= 0
-        if run_has_to_stop or time.monotonic() - moved_at > REQUEST_TIMEOUT:
+        if run_has_to_stop or time.monotonic() - last_progress_at > REQUEST_TIMEOUT:
             future.cancel()
             text = "no answer, and the run has to stop" if run_has_to_stop else "no answer"
             raise TimeoutError(errno.ETIMEDOUT, text)
     try:
         return future.result()
     except LookupError as error:
-        # A header is missing, as in an answer of a failing proxy. An OSError is retried.
+        # The answer lacks a header that the client looked up, as an answer of a failing proxy may.
+        # `request` retries after an OSError, but not after a LookupError.
         raise OSError(errno.EIO, f"the answer lacks {error}") from error
     except FileNotFoundError as error:
         if method != "put_file":
             raise
-        # The store does not know the multipart upload: it was aborted, or it is complete and the
-        # answer was lost. A retry sends the file again, so this is a temporary error.
+        # The store no longer has the multipart upload: it was aborted, or it is complete and the
+        # answer was lost. Raise an OSError, so that `request` sends the file again.
         raise OSError(errno.EIO, str(error)) from error
 
 
 def store_error(error: Exception, address: str) -> StoreError:
-    """Convert any client's error to a StoreError with a number, one line of text and the URL."""
+    """Convert an error of any client to a StoreError: an errno, one line of text and the URL."""
     number = getattr(error, "errno", None) or errno.EIO
     if type(error).__name__ == "FlexibleChecksumError":
-        # botocore found that the object does not match the store's checksum: it is damaged.
+        # botocore found that the object is damaged: it does not match the store's checksum.
         number = errno.EBADMSG
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     first_line = text.partition("\n")[0]
@@ -168,13 +173,16 @@ class RemotePath:
         return self._type() == "file"
 
     def _type(self) -> str | None:
-        """Return fsspec's type, such as "file" (an object) or "directory"; None for nothing."""
+        """Return fsspec's type, "file" (an object) or "directory"; None if nothing is there."""
         with contextlib.suppress(FileNotFoundError):
             return self.request("info", self.path)["type"]
         return None
 
     def sizes(self) -> dict[str, int]:
-        """Return the names directly below with their sizes, 0 for folders; {} if there are none."""
+        """Return the size of each object or folder directly below, by name; {} if there is none.
+
+        The size of a folder has no meaning.
+        """
         sizes: dict[str, int] = {}
         with contextlib.suppress(FileNotFoundError):
             for entry in self.request("ls", self.path, detail=True):
@@ -194,17 +202,18 @@ class RemotePath:
         self.request("pipe_file", self.path, content)
 
     def write_new(self, content: bytes, check: Callable[[], None]) -> None:
-        """Create a small object; FileExistsError when there is one with other content.
+        """Create a small object; FileExistsError if it already exists with other content.
 
         `check()` is called before each attempt, and may raise.
         """
         try:
+            # With mode="create" the request fails if the object exists.
             self.request("pipe_file", self.path, content, check=check, mode="create")
         except OSError as error:
-            # Not every store reports that the object exists, so look for it.
+            # Stores report an existing object by different errors, so look for the object.
             if not self.exists():
                 raise
-            # If the content is the same, an earlier attempt succeeded and its answer was lost.
+            # If the content is the same, an earlier attempt wrote it, and the answer was lost.
             if self.read() != content:
                 text = "exists with other content"
                 raise FileExistsError(errno.EEXIST, text, str(self)) from error
@@ -223,17 +232,17 @@ class RemotePath:
             self.request("rm_file", self.path)
 
     def remove_tree(self) -> None:
-        """Remove all objects below."""
+        """Remove all objects below this folder."""
         with contextlib.suppress(FileNotFoundError):
             self.request("rm", self.path, recursive=True)
-        # S3's bulk delete does not report a missing permission. So delete what is left one by one,
-        # which does.
+        # S3's bulk delete does not report a missing permission, but deleting a single object does.
+        # So delete the objects that are left one by one.
         for path in self.request("find", self.path):
             self.request("rm_file", path)
 
     def abort_multipart_uploads(self) -> None:
-        """Abort multipart uploads left by killed processes, which S3 would keep and bill."""
-        # Only the client for S3 has this method.
+        """Abort unfinished multipart uploads: S3 would keep and bill those of killed processes."""
+        # Only s3fs, the client for S3, has this method.
         if not hasattr(self.store, "call_s3"):
             return
         bucket, prefix, _ = self.store.split_path(f"{self.path}/")
@@ -252,6 +261,7 @@ class RemotePath:
 
         `check()` is called before each attempt, and may raise.
         """
+        # None: no retry follows the last attempt.
         for delay in (*RETRY_DELAYS, None):
             try:
                 if check is not None:
@@ -261,23 +271,24 @@ class RemotePath:
                 text = f"{method} was refused: {error.strerror or error}"
                 raise PermissionError(errno.EACCES, text, str(self)) from error
             except FileNotFoundError as error:
-                # s3fs does not set the number that distinguishes a missing object from a failure.
+                # s3fs does not set errno, by which callers recognize a missing object.
                 error.errno = errno.ENOENT
                 raise
             except PERMANENT_ERRORS:
                 raise
             except Exception as error:
                 if isinstance(error, OSError) and error.errno in FULL:
-                    # This machine's disk is full, not the store.
+                    # The disk of this machine is full, so a retry of a download does not help.
                     raise
                 failure = store_error(error, str(self))
-                # botocore has several errors for missing credentials; a retry does not help.
+                # botocore has several errors for missing credentials, such as NoCredentialsError. A
+                # retry does not help.
                 no_credentials = type(error).__name__.endswith("CredentialsError")
                 if delay is None or no_credentials or time_left() <= 0:
                     raise failure from error
                 log.info("%s: %s; trying again", self, failure.strerror)
-                # Jitter keeps the ranks from retrying at the same moment. Python's global generator
-                # cannot be used, since all ranks seed it alike.
+                # Jitter keeps the ranks from retrying at the same moment. It needs its own
+                # generator, since all ranks seed Python's global one with the same number.
                 jittered = delay * random.SystemRandom().uniform(0.5, 1.0)
                 time.sleep(max(0.0, min(jittered, time_left())))
 
@@ -287,20 +298,20 @@ def remote(url: str) -> RemotePath:
     url = check_address(url)
     known_urls.add(url)
     protocol = url.partition(":")[0]
-    of_s3 = protocol in ("s3", "s3a")
+    is_s3 = protocol in ("s3", "s3a")
     options = {}
     if protocol in LOCAL_PROTOCOLS:
-        # In a store there is no need to make folders.
+        # Make the folders of a new file. A store needs no folders, so callers do not make them.
         options["auto_mkdir"] = True
     try:
-        # Without a cache of listings, since other processes write there, too.
+        # Do not cache listings, since other processes write to the store, too.
         store, path = fsspec.url_to_fs(url, use_listings_cache=False, **options)
     except ImportError as error:
-        hint = 'pip install -e ".[s3]"' if of_s3 else str(error)
+        hint = 'pip install -e ".[s3]"' if is_s3 else str(error)
         raise UserError(f"{url} needs a package that is not installed: {hint}") from None
     except ValueError as error:
         raise UserError(f"{url} is not a URL of an object store: {error}") from None
-    if of_s3 and store.retries != 1:
+    if is_s3 and store.retries != 1:
         # `RemotePath.request` retries, so disable the retries of s3fs and botocore.
         store.retries = 1
         store.config_kwargs = {**store.config_kwargs, "retries": {"total_max_attempts": 1}}
@@ -308,14 +319,15 @@ def remote(url: str) -> RemotePath:
 
 
 def remote_of(run: Path, url: str) -> RemotePath:
-    """Return the folder at the URL in a run's config.json, if `address_of` accepts it."""
+    """Open the folder at `url`, which config.json in `run` names; UserError if it may be unsafe."""
     return remote(address_of(run, url))
 
 
 def address_of(run: Path, url: str) -> str:
-    """Normalize the `url` in a run's config.json, and log it unless the command gave it.
+    """Normalize `url`, which config.json in `run` names, and log it.
 
-    Raises UserError if its protocol is not in PROTOCOLS, unless the command gave the same URL.
+    Raises UserError if its protocol is not in PROTOCOLS. A URL in `known_urls`, such as one that
+    the command gave, is neither refused nor logged.
     """
     url = check_address(url)
     if url not in known_urls:
@@ -331,20 +343,20 @@ def address_of(run: Path, url: str) -> str:
 def check_address(url: str) -> str:
     """Normalize a URL for fsspec; UserError if it is not a URL, or contains credentials.
 
-    The message does not show the credentials.
+    The message of the error does not show the credentials.
     """
     text = str(url)
     match = None
-    # fsspec interprets "::" as a chain of protocols.
+    # fsspec would interpret "::" as a chain of protocols.
     if text.isprintable() and "::" not in text:
         match = URL.fullmatch(text)
-    # Credentials end with an "@" before the bucket, or follow a "?". If the text is not a URL, it
-    # may be a mistyped one, so look at all of it. In a URL, look for an "@" only before the first
-    # slash, since a key may contain one.
-    may_have_credentials = text
+    # Credentials are before an "@", as in s3://name:password@bucket/run, or after a "?". A key may
+    # contain an "@", so look for an "@" only before the key. But a text that does not match may be
+    # a mistyped URL, so look at all of it.
+    before_key = text
     if match:
-        may_have_credentials, _, _ = match[2].partition("/")
-    if "@" in may_have_credentials or "?" in text:
+        before_key, _, _ = match[2].partition("/")
+    if "@" in before_key or "?" in text:
         raise UserError(
             "a URL must not contain credentials, since it is logged and saved: set them in the "
             "environment (such as AWS_PROFILE) or in ~/.config/fsspec. An account of Azure "
@@ -353,6 +365,6 @@ def check_address(url: str) -> str:
     if match is None:
         raise UserError(f"{text!a} is not a URL of an object store: write it as s3://bucket/run")
     protocol, rest = match.groups()
-    # `rest` does not begin with a slash, which the path of a local file needs.
+    # The path of a local file begins with a slash, which is not in `rest`.
     root = "/" if protocol in LOCAL_PROTOCOLS else ""
     return f"{protocol}://{root}{rest}".rstrip("/")

@@ -23,15 +23,16 @@ from .object_store import FULL, URL, RemotePath, remote, remote_of
 
 # A Path or a RemotePath; both have the methods that are used here.
 Place = Any
-# Names of damaged checkpoints. On disk their folder is renamed, in a store their manifest.
+# Names that mark damaged checkpoints. On disk the folder of the checkpoint gets such a name, as
+# step_00000120.damaged-1; in a store its manifest does, as manifest.json.damaged-1.
 DAMAGED = re.compile(r"(step_\d{8,}|manifest\.json)\.damaged-\d+")
 # The number of files that a rank downloads or uploads at once.
 TRANSFERS = 4
-# The prefix of temporary folders, and of the locked files beside them.
+# The prefix of the names of temporary folders, and of the lock files beside them.
 TEMPORARY = "copy-of-a-checkpoint-"
-# The temporary folders of this process, each with its open and locked file.
+# The temporary folders of this process, each with its lock file, which stays open and locked.
 temporary_folders: dict[Path, TextIO] = {}
-# The local copies of downloaded checkpoints.
+# The paths on this machine of downloaded checkpoints.
 copies: dict[RemotePath, Path] = {}
 
 
@@ -47,8 +48,9 @@ def storage_path(where: Path | str | RemotePath) -> Place:
 def checkpoints_of(run: Place) -> Place:
     """Return the folder of a run's checkpoints: at the URL in its settings, or on disk.
 
-    A run that is given as a path in a store is that folder itself. With `local_first`, the newest
-    checkpoints are on disk, unless there are none, as on another machine.
+    A `run` in a store is already the folder of its checkpoints. A run with `local_first` has its
+    newest checkpoints on disk. Only if this disk has none, as on another machine, return the folder
+    in the store.
     """
     if isinstance(run, RemotePath):
         return run
@@ -61,7 +63,7 @@ def checkpoints_of(run: Place) -> Place:
 
 
 def settings_of_storage(run: Path) -> dict[str, Any]:
-    """Return the checkpoint settings in a run's config.json; {} if there are none."""
+    """Return the checkpoint settings in a run's config.json; {} if they cannot be read."""
     with contextlib.suppress(UserError, KeyError, TypeError, ValueError):
         return dict(read_json(run / "config.json")["checkpoint"])
     return {}
@@ -75,31 +77,32 @@ def names_in(folder: Place) -> list[str]:
 
 
 def has_files(folder: Place, suffix: str) -> bool:
-    """Tell whether there are files with a suffix directly in a folder."""
+    """Return whether a folder itself, not a subfolder, has files with a suffix."""
     return any(name.endswith(suffix) for name in names_in(folder))
 
 
 def step_folders(directory: Place) -> list[Place]:
-    """Return the folders of checkpoints, oldest first, published or not."""
+    """Return the folders of checkpoints, whether or not they are published, oldest first."""
     names = [name for name in names_in(directory) if PUBLISHED.fullmatch(name)]
     steps = [int(name.removeprefix("step_")) for name in names]
     return [directory / step_name(step) for step in sorted(steps)]
 
 
 def published(directory: Place) -> list[Place]:
-    """Return the published checkpoints, oldest first; their files are not checked."""
+    """Return the published checkpoints, oldest first; their files may be damaged."""
     folders = step_folders(directory)
     if not isinstance(directory, RemotePath):
-        # On disk a rename publishes a checkpoint; one without a manifest is damaged.
+        # On disk a checkpoint is published when its folder gets its final name. So all of these are
+        # published, and a folder without a manifest is a damaged checkpoint.
         return folders
     # In a store the manifest publishes a checkpoint.
     return [folder for folder in folders if (folder / MANIFEST).exists()]
 
 
 def damaged(directory: Place) -> list[str]:
-    """Return the names of checkpoints on disk, or manifests in a store, that were set aside.
+    """Return the names of checkpoints (on disk) or manifests (in a store) that were set aside.
 
-    They were renamed because they were damaged.
+    They were renamed because they were damaged or replaced.
     """
     if not isinstance(directory, RemotePath):
         return sorted(name for name in names_in(directory) if DAMAGED.fullmatch(name))
@@ -118,8 +121,8 @@ def open_regular(path: Place) -> io.BufferedIOBase:
     # Check before opening, since opening a pipe waits for a writer.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
-    # If the file is replaced after the check, O_NOFOLLOW refuses a link, and O_NONBLOCK does not
-    # wait for a writer.
+    # If a link replaces the file after the check, O_NOFOLLOW refuses the link. If a pipe replaces
+    # the file, O_NONBLOCK keeps the open from waiting for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     return open(descriptor, "rb")
 
@@ -127,12 +130,13 @@ def open_regular(path: Place) -> io.BufferedIOBase:
 def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None) -> LocalFiles:
     """Return a folder on this machine with the files of a checkpoint.
 
-    On disk all ranks read the files in place. From a store, each machine downloads a copy into
-    TMPDIR, which its ranks share, and which stays until `release_copies`. With a `group` this is
-    collective and always downloads; an error on any rank is raised on all of them. Without a group,
-    it returns this process's copy, and downloads only if there is none.
+    A checkpoint on disk is read in place. A checkpoint in a store is downloaded into TMPDIR; the
+    copy stays there until `release_copies`. With a `group`, the call is collective and always
+    downloads: the ranks of a machine share the download and the copy, and an error on any rank is
+    raised on all of them. Without a group, the call returns the copy of an earlier call if there is
+    one; otherwise this process downloads.
     """
-    # Without a group, this process is the only reader.
+    # A new Group() has only this process.
     readers = group or Group()
     if not isinstance(path, RemotePath):
         # A checkpoint copied from an object store has its files in a subfolder.
@@ -145,10 +149,12 @@ def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None
     if group is not None or path not in copies:
         # Keep only one copy, since TMPDIR may have no room for more.
         release_copies()
+        # Only the first rank of each machine makes a folder.
         new_folder = ""
         with readers.together():
             if local_rank == 0:
                 new_folder = str(make_temporary_folder())
+        # Rank 0 gathers the name of each rank's folder, and sends the list to all ranks.
         folder_of_rank = readers.broadcast(readers.gather(new_folder))
         # The ranks of a machine have consecutive numbers.
         first_rank_here = readers.rank - local_rank
@@ -161,9 +167,10 @@ def local_copy(path: Place, manifest: dict[str, Any], group: Group | None = None
 def download(
     path: RemotePath, manifest: dict[str, Any], folder: Path, local_rank: int, local_ranks: int
 ) -> Path:
-    """Download a checkpoint, a folder or one object into `folder`; return its path there.
+    """Download a checkpoint, a folder or one object into `folder`; return the path of the copy.
 
-    Every rank of a machine downloads some of the files; its first rank downloads a single object.
+    The `manifest` is {} for a folder or an object without one. The ranks of a machine divide the
+    files of a folder among them; the first rank downloads a single object.
     """
     if not manifest and path.is_file():
         if local_rank == 0:
@@ -191,14 +198,15 @@ def download_file(source: RemotePath, target: Path) -> None:
         if error.errno in FULL:
             text = "there is no room for a copy of the checkpoint in TMPDIR"
             raise OSError(error.errno, text, str(target.parent)) from error
-        # The verification that follows reports a missing file as damage.
+        # Raise no error for a missing or damaged object: the verification after the download finds
+        # no file, and reports damage.
         if error.errno not in (errno.ENOENT, errno.EBADMSG):
             raise
 
 
 @atexit.register
 def release_copies() -> None:
-    """Remove downloaded copies."""
+    """Remove this process's temporary folders, which hold the downloaded copies."""
     copies.clear()
     for folder in list(temporary_folders):
         remove_temporary_folder(folder)
@@ -206,28 +214,29 @@ def release_copies() -> None:
 
 def make_temporary_folder() -> Path:
     """Make a folder in TMPDIR, after removing the folders of processes that were killed."""
-    temporary = Path(tempfile.gettempdir())
-    for lock_file in temporary.glob(f"{TEMPORARY}*.lock"):
+    tmpdir = Path(tempfile.gettempdir())
+    for lock_file in tmpdir.glob(f"{TEMPORARY}*.lock"):
         folder = lock_file.with_suffix("")
-        # This process's own folders are in use, but their locks would not stop this process.
+        # Skip this process's own folders: the locks on them keep out only other processes.
         if folder in temporary_folders:
             continue
-        # While the process of the folder is alive, locking raises an OSError.
+        # If the process that made the folder is alive, lockf raises an OSError, and the folder
+        # stays.
         with contextlib.suppress(OSError), lock_file.open("r+") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             lock_file.unlink()
-    folder = temporary / f"{TEMPORARY}{uuid.uuid4().hex}"
-    # Closing a file releases this process's lock on it, and all files in the folder are read and
-    # closed. So the locked file is beside the folder. It gets its final name when it is locked, so
-    # that no other process takes it for one that was left behind.
+    folder = tmpdir / f"{TEMPORARY}{uuid.uuid4().hex}"
+    # The lock file is beside the folder, not in it: readers close every file in the folder, and
+    # closing a file releases this process's lock on it. The lock file gets the suffix .lock only
+    # once it is locked. Otherwise another process could take it for one that was left behind.
     lock = folder.with_suffix(".new").open("x")
     # Register it for `release_copies`.
     temporary_folders[folder] = lock
     try:
         fcntl.lockf(lock, fcntl.LOCK_EX)
     except OSError as error:
-        if not goes_without_lock(error, f"TMPDIR ({temporary})"):
+        if not goes_without_lock(error, f"TMPDIR ({tmpdir})"):
             raise
     os.rename(lock.name, folder.with_suffix(".lock"))
     folder.mkdir(mode=0o700)
@@ -238,7 +247,7 @@ def remove_temporary_folder(folder: Path) -> None:
     """Remove a folder that `make_temporary_folder` made, and release its lock."""
     shutil.rmtree(folder, ignore_errors=True)
     lock = temporary_folders.pop(folder)
-    # If locking failed, the file still has its first name.
+    # If locking failed, the lock file still has the suffix .new.
     for suffix in (".lock", ".new"):
         folder.with_suffix(suffix).unlink(missing_ok=True)
     lock.close()

@@ -19,8 +19,8 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .store_publisher import StorePublisher, explaining
 
 log = logging.getLogger(__name__)
-# The beginnings of settings that a run does not take from a store: anyone who can write there could
-# point them to other files or servers.
+# Prefixes of the names of settings that a run does not take from a store. Anyone who can write to
+# the store could make these settings point to other files or servers.
 NOT_TAKEN = ("data.path", "tracker.")
 
 
@@ -65,6 +65,7 @@ class StorageConfig(RetentionConfig):
                 try:
                     saved = dict(flatten(read_manifest(path)["config"]))
                 except (CheckpointError, RecursionError):
+                    # The manifest is missing or damaged, so read the one before.
                     continue
                 if saved.get("name") != name:
                     return {}
@@ -80,7 +81,7 @@ class UploadingPublisher(Publisher):
     """Publishes checkpoints on disk, and uploads them to a store in the background.
 
     Training waits only for the disk. Rank 0 uploads one checkpoint at a time. A checkpoint that is
-    published during an upload is skipped, unless it is still the newest when the run ends.
+    saved during an upload is skipped, unless it is still the newest when the run ends.
     """
 
     start_over = "start over with another --name and --checkpoint.url"
@@ -89,17 +90,17 @@ class UploadingPublisher(Publisher):
         super().__init__(directory, store.retention, store.group)
         self.store = store
         self.uploader = ThreadPoolExecutor(1, thread_name_prefix="upload")
-        # The last upload, which may still be running, and its checkpoint.
+        # The last upload, which may still be running, and the checkpoint that it uploads.
         self.last_upload: Future[None] | None = None
         self.uploading: Path | None = None
-        # The newest skipped checkpoint, if no newer one was uploaded.
+        # The newest skipped checkpoint, which `close` uploads; None once a newer upload has begun.
         self.skipped: Path | None = None
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Path:
         """Save one checkpoint on disk, and start to upload it; collective.
 
-        If an upload fails later, a warning is logged; if it is the last one, `close` raises. Raises
-        UserError, on every rank, if another run has taken over the store.
+        A failed upload only logs a warning. But if the run's last upload fails, `close` raises its
+        error. Raises UserError, on every rank, if another run has taken over the store.
         """
         path = super().publish(step, write, facts)
         with self.group.together():
@@ -110,8 +111,8 @@ class UploadingPublisher(Publisher):
     def newest_good(self, after: int = -1) -> Found | None:
         """Return the newest good checkpoint, on disk or in the store; collective.
 
-        Raises CheckpointError if all are damaged in both; if all are damaged in only one of them,
-        it logs a warning.
+        If all checkpoints in one of the two places are damaged, logs a warning and returns one from
+        the other place. Raises CheckpointError if that place has no good checkpoint either.
         """
         on_disk: Found | None = None
         in_store: Found | None = None
@@ -122,7 +123,7 @@ class UploadingPublisher(Publisher):
             problem = error
             log.warning("%s", error)
         if on_disk is not None:
-            # Look in the store for newer ones only.
+            # In the store, look only for checkpoints that are newer than this one.
             _, manifest = on_disk
             after = manifest["step"]
         try:
@@ -133,8 +134,8 @@ class UploadingPublisher(Publisher):
         if in_store is not None:
             return in_store
         if on_disk is not None:
-            # The store has no newer checkpoint. `close` uploads this one, unless the store has it
-            # already, or the run saves a newer one.
+            # The store has no newer checkpoint, and may even lack the one on disk. If the run does
+            # not save a newer one, `close` then uploads it.
             self.skipped, _ = on_disk
             return on_disk
         if problem is not None:
@@ -144,7 +145,8 @@ class UploadingPublisher(Publisher):
     def close(self) -> None:
         """Wait until the store has the newest checkpoint; collective.
 
-        Raises RankError, on every rank, if it could not be uploaded; it is still on disk.
+        Raises CheckpointError, on every rank, if the upload failed: the checkpoint is only on disk.
+        Raises UserError if another run has taken over the store.
         """
         try:
             with self.group.together():
@@ -159,7 +161,7 @@ class UploadingPublisher(Publisher):
             self.uploader.shutdown()
 
     def discard(self, path: Path) -> None:
-        """Begin to remove a checkpoint, unless the last upload, which may still run, is of it."""
+        """Begin to remove a checkpoint, but keep that of the last upload, which may still run."""
         if path != self.uploading:
             super().discard(path)
 
@@ -185,7 +187,8 @@ class UploadingPublisher(Publisher):
     def _finish_uploads(self) -> None:
         """Upload the newest checkpoint if it was skipped; raise the error of the last upload."""
         if self.skipped is not None:
-            # The thread first finishes the previous upload, whose error was logged.
+            # The uploader's only thread first finishes the previous upload. An error of that upload
+            # is only logged.
             self._begin_upload(self.skipped)
         if self.last_upload is not None:
             self.last_upload.result()
@@ -206,14 +209,14 @@ class UploadingPublisher(Publisher):
                 return
             folder = path / manifest.get("folder", "")
             reserved = store.reserve(manifest["step"])
-            # A file that was damaged on disk meanwhile must not be published as good.
+            # A file on disk may have been damaged since the save. Do not publish it as good.
             for name, entry in manifest["files"].items():
                 problem = check_file(folder / name, entry)
                 if problem is not None:
                     raise CheckpointError(problem)
             store.upload(folder, manifest["files"], reserved)
             facts = dict(manifest)
-            # The store's manifest gets its own digest and folder.
+            # `commit` adds the digest and the folder of the manifest in the store.
             del facts["digest"]
             facts.pop("folder", None)
             store.commit(reserved, facts)
@@ -229,8 +232,8 @@ class UploadingPublisher(Publisher):
 def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: Any) -> Publisher:
     """Return the publisher of a run's checkpoints; collective.
 
-    Raises UserError, on every rank, if the run has checkpoints elsewhere, but none where its
-    settings point to.
+    Raises UserError, on every rank, if the run has checkpoints elsewhere, but none where these
+    settings look for them.
     """
     on_this_disk = run_dir / "checkpoints"
     target: Place = on_this_disk
@@ -247,10 +250,11 @@ def open_storage(run_dir: Path, config: StorageConfig, group: Group, identity: A
     return store
 
 
-def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> None:
+def refuse_to_forget(run_dir: Path, config: StorageConfig, target: Place) -> None:
     """Raise UserError if the run has checkpoints, but not where it would look for them.
 
-    `newest` is the folder in the store, or on disk without a store.
+    `target` is the folder in the store or, if `config` has no URL, on disk. Also logs a warning if
+    the run was uploaded before, but `config` has no URL.
     """
     on_this_disk = run_dir / "checkpoints"
     saved_url = settings_of_storage(run_dir).get("url")
@@ -259,23 +263,27 @@ def refuse_to_forget(run_dir: Path, config: StorageConfig, newest: Place) -> Non
     if saved_url and not config.url:
         text = "this run is no longer uploaded to %s: give --checkpoint.url to continue uploading"
         log.warning(text, saved_url)
-    if published(newest):
+    if published(target):
         return
+    # The folder to which the previous start saved.
     previous = on_this_disk
     if saved_url:
         previous = remote(saved_url)
-    looks_in = {newest}
+    looks_in = {target}
     if config.local_first:
         looks_in.add(on_this_disk)
     for elsewhere in {previous, on_this_disk} - looks_in:
         if published(elsewhere):
             raise UserError(
-                f"this run has its checkpoints in {elsewhere}, not in {newest}: keep using the "
+                f"this run has its checkpoints in {elsewhere}, not in {target}: keep using the "
                 "former (--checkpoint.url), copy them, or give a new --name"
             )
 
 
 def on_disk(config: Any) -> Any:
-    """Return the settings without a store, for measurements on this machine and for other runs."""
+    """Return the settings with checkpoints on disk instead of in a store.
+
+    Measurements, and other runs with these settings, must not write to the store.
+    """
     checkpoint = dataclasses.replace(config.checkpoint, url=None, local_first=False)
     return dataclasses.replace(config, checkpoint=checkpoint)

@@ -2,13 +2,14 @@
 
 A store cannot rename atomically, so a checkpoint is published by its manifest, written last:
 
-    URL/owner.json                        the process that may write here: the last one to start
+    URL/owner.json                        names the process that may publish: the last to start
     URL/step_00000120/manifest.json       publishes the checkpoint
     URL/step_00000120/1f3a9c2e/…          the files of one attempt to save it
 
-Each attempt has its own folder, which the manifest names, and no object is written twice. So a
-process that seemed dead and is still uploading cannot damage a checkpoint. Nor can it publish one:
-before a process writes a manifest, it checks in `owner.json` that no other has started since.
+Each attempt to save writes to a new folder, which the manifest names, and never replaces a file. So
+a process that seems dead, but still uploads, cannot damage a checkpoint. Nor can it publish one:
+before a process writes a manifest, it checks owner.json, which names another process if that one
+started later.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ from .publish import Found, Publisher, RetentionConfig, Write
 from .tensors import identity_differences, offer_weights
 
 log = logging.getLogger(__name__)
-# The object that names the only process that may publish and remove.
+# The object that names the only process that may publish and remove checkpoints.
 OWNER = "owner.json"
 # The pattern of an attempt's folder name.
 ATTEMPT = re.compile(r"[0-9a-f]{8}")
@@ -62,7 +63,10 @@ class StorePublisher(Publisher):
     def __init__(
         self, directory: RemotePath, retention: RetentionConfig, group: Group, identity: Any = None
     ) -> None:
-        """Use a store; with an `identity`, refuse a store with another run's checkpoints."""
+        """Use the store at `directory`.
+
+        With an `identity`, `newest_good` raises UserError if the checkpoints are another run's.
+        """
         super().__init__(directory, retention, group)
         self.identity = identity
         # Identifies this process in owner.json.
@@ -116,7 +120,7 @@ class StorePublisher(Publisher):
         return entries
 
     def upload(self, folder: Path, names: Iterable[str], reserved: str) -> None:
-        """Upload files of a folder to the reserved folder, several at a time."""
+        """Upload files of a local folder to an attempt's folder, several at a time."""
         sources = [folder / name for name in names]
         targets = [self.directory / reserved / source.name for source in sources]
         with ThreadPoolExecutor(TRANSFERS) as pool:
@@ -133,36 +137,38 @@ class StorePublisher(Publisher):
         sizes = (path / attempt).sizes()
         for file, entry in manifest["files"].items():
             if sizes.get(file) != entry["size"]:
-                # A run that has taken over removes unpublished files: `check_owner` reports that.
+                # Another run may have taken over and removed the unpublished files. Then raise the
+                # UserError of `check_owner` instead.
                 self.check_owner()
                 raise CheckpointError(f"{path / attempt / file} does not have the uploaded size")
         content = sealed({**manifest, "folder": attempt})
         try:
             (path / MANIFEST).write_new(content, self.check_owner)
         except FileExistsError:
-            # This step already has another manifest, which gives way to the new one.
+            # The step has a manifest of an earlier attempt: set that aside, then write the new one.
             self.set_aside(path)
             (path / MANIFEST).write_new(content, self.check_owner)
 
     def abandon(self, reserved: str) -> None:
-        """Remove the files of a failed save; the next start removes those that are left."""
+        """Remove the files of a failed save; `remove_leftovers` later removes those that stay."""
         name, attempt = reserved.split("/")
         path = self.directory / name
         with contextlib.suppress(OSError, RankError):
-            # The manifest may have been written, although the answer was lost.
+            # The manifest may have been written, although the save failed: its answer was lost.
             if (path / MANIFEST).exists() and read_manifest(path).get("folder") == attempt:
                 (path / MANIFEST).unlink()
             (path / attempt).remove_tree()
 
     def set_aside(self, path: RemotePath) -> RemotePath:
-        """Rename the manifest of a damaged checkpoint, so that it is never counted again."""
+        """Rename the manifest of a damaged or replaced checkpoint, which never counts again."""
         names = path.sizes()
         number = 1
         while f"{MANIFEST}.damaged-{number}" in names:
             number += 1
         manifest = path / MANIFEST
         aside = path / f"{MANIFEST}.damaged-{number}"
-        # Let the store copy the manifest: it cannot be read here if it fails the store's checksum.
+        # Let the store copy the manifest. If the manifest does not match the store's checksum, this
+        # process cannot read it.
         manifest.request("cp_file", manifest.path, aside.path)
         manifest.unlink()
         return aside
@@ -173,9 +179,10 @@ class StorePublisher(Publisher):
         (path / MANIFEST).unlink()
 
     def remove_leftovers(self) -> None:
-        """Remove attempts that no manifest names; a failure only logs a warning.
+        """Remove attempts that no manifest names; a failed request only logs a warning.
 
-        A step with a damaged manifest, set aside or not, keeps all its attempts.
+        A step with a damaged manifest keeps all its attempts, even if the manifest was set aside.
+        Raises UserError if another run has taken over the store.
         """
         self.check_owner()
         try:
@@ -187,6 +194,7 @@ class StorePublisher(Publisher):
     def _remove_attempts(self, path: RemotePath) -> None:
         """Remove the attempts to save one step, except the one that its manifest names."""
         names = path.sizes()
+        # A manifest was set aside: keep the files that it names.
         if any(DAMAGED.fullmatch(name) for name in names):
             return
         published_attempt = None
@@ -194,14 +202,15 @@ class StorePublisher(Publisher):
             try:
                 published_attempt = read_manifest(path).get("folder")
             except RankError:
-                # The manifest is damaged, which `newest_good` reports, or cannot be read just now.
+                # The manifest cannot be read just now, or is damaged, which `newest_good` reports.
+                # Keep all attempts, since one of them may have its files.
                 return
         for name in names:
             if ATTEMPT.fullmatch(name) and name != published_attempt:
                 (path / name).remove_tree()
 
     def check_owner(self) -> None:
-        """Raise UserError when another run has taken over the store."""
+        """Raise UserError if another run has taken over the store."""
         if self._owner() != self.token:
             raise UserError(
                 f"another run has taken over {self.directory}, so this one stops: see {OWNER} "
@@ -209,7 +218,7 @@ class StorePublisher(Publisher):
             )
 
     def _take_over(self) -> None:
-        """Become the owner; UserError if the newest readable checkpoint is another run's."""
+        """Write this process into owner.json; UserError if the checkpoints are another run's."""
         with explaining(self.directory):
             if self.identity:
                 self._refuse_another_run()
@@ -235,7 +244,8 @@ class StorePublisher(Publisher):
 
     def _owner(self) -> str | None:
         """Return the token in owner.json; None if there is none."""
-        # A store or a proxy may fail now and then to find the object, or truncate it: try again.
+        # Now and then a store or a proxy does not find the object, or returns only a part of it. So
+        # try again.
         for delay in (0.0, *object_store.RETRY_DELAYS):
             time.sleep(delay)
             with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):

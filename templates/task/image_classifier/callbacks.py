@@ -27,13 +27,14 @@ def callbacks(config: "Config", run_dir: Path) -> Iterable[Any]:
 
 
 class WorstMistakes:
-    """Saves, after each validation, a picture of the images that the model classifies worst.
+    """After each validation, saves a picture of the images that the model classifies worst.
 
-    It uses a fixed set of validation images, as many as a micro-batch has.
+    Always looks at the same validation images; their number is the micro-batch size.
     """
 
+    # An exception disables this callback instead of ending the run.
     harmless = True
-    # The maximum number of images in a row, and of rows in the picture.
+    # The picture has at most this many columns and rows of images.
     columns = 6
     rows = 3
     # Width and height in pixels of an image with its margin, and the height of the text below it.
@@ -43,7 +44,7 @@ class WorstMistakes:
     def __init__(self, run_dir: Path) -> None:
         self.run_dir = run_dir
 
-    # Runs eagerly: a compiled model would be compiled again for this batch size.
+    # Run a compiled model eagerly here: otherwise it would be compiled again for this batch size.
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
@@ -61,8 +62,8 @@ class WorstMistakes:
             worst = losses.argsort(descending=True)[: self.columns * self.rows].tolist()
             mistakes = [index for index in worst if losses[index] > 0]
             log.info("mistakes shown at step %d: %d", state.step, len(mistakes))
-            # Any error here would disable this callback on rank 0 alone. Then the other ranks would
-            # wait in the model at the next validation.
+            # Catch any error, since an error here would disable this callback on rank 0 alone. Then
+            # the other ranks would wait for rank 0 in the model after the next validation.
             try:
                 if mistakes:
                     self.paint(state, batch, guesses, mistakes)
@@ -72,7 +73,7 @@ class WorstMistakes:
     def paint(self, state: "State", batch: Any, guesses: Tensor, mistakes: list[int]) -> None:
         """Save the picture of the mistakes."""
         names = state.spec.classes
-        # Round up.
+        # Divide, and round up.
         rows = -(-len(mistakes) // self.columns)
         cell_height = self.side + self.text_height
         picture = Image.new("RGB", (self.columns * self.side, rows * cell_height), "white")

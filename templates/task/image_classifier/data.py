@@ -1,9 +1,9 @@
-"""Build the data: labelled images, by default scikit-learn's small digits. Replace it by yours.
+"""Build the data: labelled images, by default scikit-learn's small digits. Yours to replace.
 
-Other modules rely on `DataConfig`, and on `build_datasets`, which returns two datasets with
-`__len__` and `__getitems__`, and a spec with a fingerprint. The spec is a dataclass of plain
-values, since a run saves it as spec.json, from which `infer` reads it without the data. `augment`
-is optional.
+Other modules rely on `DataConfig` and `build_datasets`. `build_datasets` returns two datasets, with
+`__len__`, `__getitems__` and (optional) `augment`, and a spec, with a fingerprint. The spec is a
+dataclass of plain values: a run saves it as spec.json, so that the trained model can be loaded
+without the data.
 """
 
 import os
@@ -67,8 +67,9 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
     """Return training and validation images and their spec; UserError for unusable data.
 
-    One image in five is for validation, chosen by its index in an .npz, or by a hash of its name in
-    a folder. A folder may also have subfolders `train` and `val` (or `valid` or `validation`).
+    One image in five is for validation: in an .npz, every fifth image; in a folder, a hash of the
+    name decides. If a folder has subfolders `train` and `val` (or `valid` or `validation`), these
+    decide instead.
     """
     data = config.data
     path = data.path
@@ -82,26 +83,26 @@ def build_datasets(config: "Config") -> tuple["Images", "Images", Spec]:
         raise UserError(f"--data.path has only {len(labels)} images: at least two are needed")
     training = Images(images[~held_out], labels[~held_out])
     validation = Images(images[held_out], labels[held_out])
-    # Both datasets scale pixels alike.
+    # Both datasets divide pixels by the same value.
     validation.brightest = training.brightest
     training.max_shift = data.max_shift
-    # An .npz has no names of classes, so their numbers are the names.
+    # Neither an .npz nor the digits name their classes, so the number of a class is its name.
     class_names = tuple(map(str, range(int(labels.max()) + 1)))
     return training, validation, Spec(images.shape[3], class_names, fingerprint(images, labels))
 
 
 def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spec]:
-    """Return the images in a folder per class, split as in `build_datasets`, and their spec."""
+    """Return images of a folder with a subfolder per class, as `build_datasets` describes."""
     has_splits = (path / "train").is_dir() and any(
         (path / name).is_dir() for name in FOR_VALIDATION
     )
-    # The pattern of the folders of classes.
+    # A glob pattern that matches the folders of the classes.
     class_folders = "*/*" if has_splits else "*"
     files: list[Path] = []
     left_out: list[Path] = []
     for file in sorted(path.glob(f"{class_folders}/*")):
         names = file.relative_to(path).parts
-        # Skip files of macOS, notebooks and version control.
+        # Skip what macOS, notebooks and git create, such as .DS_Store, .ipynb_checkpoints and .git.
         if any(name[0] == "." or name == "__MACOSX" for name in names):
             continue
         is_image = file.suffix.lower() in ENDINGS
@@ -112,8 +113,8 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
             left_out.append(file)
     warn_left_out(left_out, "not images in a folder of their class")
     check_regular(files)
-    # Links to folders are followed. Without this check, a broken one would silently leave out the
-    # images of a class.
+    # The folder of a class may be a link. Without this check, the images of a class with a broken
+    # link would be missing without any message.
     for folder in path.glob(class_folders):
         if folder.is_symlink() and not folder.exists() and folder.name[0] != ".":
             raise UserError(f"{folder} is a broken link: repair it, or remove it")
@@ -126,7 +127,7 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
             is_for_validation = file.parts[-3] in FOR_VALIDATION
         else:
             # A hash of the name is the same on every machine, and does not change when files are
-            # added. It takes bytes, since a name need not be UTF-8.
+            # added. The name is hashed as bytes, since it need not be UTF-8.
             name = os.fsencode(f"{file.parent.name}/{file.name}")
             is_for_validation = zlib.crc32(name) % VALIDATION_SHARE == 0
         if is_for_validation:
@@ -145,7 +146,7 @@ def read_folder(path: Path, config: DataConfig) -> tuple["Images", "Images", Spe
     for part in (for_training, for_validation):
         labels = np.array([label_of[file.parent.name] for file in part])
         dataset = ImageFiles(part, labels, channels, config.size)
-        dataset.asked_for = config.channels != 0
+        dataset.user_chose_channels = config.channels != 0
         datasets.append(dataset)
     training, validation = datasets
     training.max_shift = config.max_shift
@@ -159,7 +160,7 @@ class Images:
     def __init__(self, pixels: np.ndarray, labels: np.ndarray) -> None:
         self.pixels = pixels
         self.labels = torch.from_numpy(labels)
-        # Pixels are divided by this value. It is not 0, even if all images are black.
+        # Pixels are divided by this value: the brightest pixel, or 1 if all images are black.
         self.brightest = float(pixels.max()) or 1.0
         self.max_shift = 0
 
@@ -170,7 +171,7 @@ class Images:
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
         """Read a batch: {"images": float32 [n, channels, height, width], "labels": int64 [n]}.
 
-        The images are in 0 ... 1.
+        Pixels are scaled to 0 ... 1.
         """
         pixels = torch.from_numpy(self.read(ids))
         images = pixels.permute(0, 3, 1, 2).contiguous().float()
@@ -181,34 +182,38 @@ class Images:
         return self.pixels[ids]
 
     def augment(self, batch: dict[str, Tensor], keys: np.ndarray) -> dict[str, Tensor]:
-        """Shift each image at random. Its key determines the shift, so that a resume repeats it."""
+        """Shift each image by a random number of pixels, which depends only on the image's key.
+
+        `keys` has a random integer for each image. A resumed run gets the same keys.
+        """
         if not self.max_shift:
             return batch
         images = batch["images"]
         height, width = images.shape[-2:]
         padded = F.pad(images, [self.max_shift] * 4)
-        # In the padded image, the upper left corner of the shifted one is at 0 ... 2 * max_shift.
+        # A shifted image is a window of the padded image. The first row and the first column of the
+        # window are each in 0 ... 2 * max_shift.
         offsets = 2 * self.max_shift + 1
         top = (keys % offsets).astype(int)
         left = (keys // offsets % offsets).astype(int)
         rows = torch.from_numpy(top)[:, None] + torch.arange(height)
         columns = torch.from_numpy(left)[:, None] + torch.arange(width)
         image_indices = torch.arange(len(images))[:, None, None]
-        # Indexing moves the channels to the last axis: [n, height, width, channels].
+        # Indexing on both sides of `:` puts the channels last: [n, height, width, channels].
         shifted = padded[image_indices, :, rows[:, :, None], columns[:, None, :]]
         return {**batch, "images": shifted.permute(0, 3, 1, 2).contiguous()}
 
 
 class ImageFiles(Images):
-    """Images in files, decoded when they are read; use --train.loader-workers."""
+    """Images in files, decoded for each batch: --train.loader-workers decodes them in parallel."""
 
     def __init__(self, files: list[Path], labels: np.ndarray, channels: int, size: int) -> None:
         self.files = files
         self.labels = torch.from_numpy(labels)
         self.size = size
         self.channels = channels
-        # Whether the user chose the number of channels; otherwise the first image did.
-        self.asked_for = True
+        # False if the first image determined the number of channels.
+        self.user_chose_channels = True
         self.brightest = 255.0
         self.max_shift = 0
 
@@ -220,13 +225,13 @@ class ImageFiles(Images):
                 f"{self.files[ids[0]]} and other images in its batch have different sizes: scale "
                 "them with --data.size PIXELS"
             )
-        # Grey images have no axis of channels yet; -1 adds it.
+        # The arrays of grey images have no axis of channels; -1 adds the axis.
         return np.stack(decoded).reshape(len(ids), *decoded[0].shape[:2], -1)
 
     def decode(self, file: Path) -> Image.Image:
         """Return one image with the channels and the size that a batch needs."""
         image = read_image(file)
-        if self.channels == 1 and image.mode not in GREY and not self.asked_for:
+        if self.channels == 1 and image.mode not in GREY and not self.user_chose_channels:
             raise UserError(
                 f"{file} is in colour, but the first image is grey: choose --data.channels 3 or 1"
             )
@@ -241,7 +246,7 @@ def read_image(file: Path) -> Image.Image:
     try:
         with Image.open(file) as image:
             image.load()
-            # Turn it upright, as viewers do.
+            # Turn the image upright, as viewers do: a camera may have stored it sideways.
             ImageOps.exif_transpose(image, in_place=True)
     # Pillow raises errors of a dozen types.
     except Exception as error:
@@ -257,7 +262,7 @@ def read_images(path: Path | None) -> tuple[np.ndarray, np.ndarray]:
     if path is None:
         from sklearn.datasets import load_digits
 
-        # Any, since scikit-learn does not declare the attributes.
+        # Annotated with Any, since scikit-learn does not declare the attributes.
         digits: Any = load_digits()
         return digits.images.astype(np.uint8)[..., None], digits.target.astype(np.int64)
     check_regular([path])

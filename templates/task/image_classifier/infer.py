@@ -11,7 +11,7 @@ from .data import Spec, build_datasets
 from .device import move
 from .sampling import fetch
 
-# Images are scaled down to at most this many pixels in width and height.
+# Before an image is printed, it is scaled down to at most this many pixels in width and height.
 WIDEST = 32
 
 

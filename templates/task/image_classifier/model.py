@@ -1,7 +1,7 @@
-"""The model: yours to replace. A small residual network without batch statistics.
+"""The model: yours to replace. A small residual network with group norm instead of batch norm.
 
 Other modules rely on three functions at the end (`build_model`, `compute_loss`, `blocks`) and on
-`ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
+`ModelConfig` and `PRESETS`. Your model can be any `nn.Module`; it needs no base class of this file.
 """
 
 from collections.abc import Iterable
@@ -40,7 +40,7 @@ class ModelConfig:
             raise UserError("--model.dropout must be in [0, 1)")
 
 
-# Named groups of settings, for --preset. Each changes the defaults of the dataclasses.
+# Groups of settings by name, for --preset NAME. A group replaces defaults of the dataclasses.
 PRESETS: dict[str, dict[str, Any]] = {
     "tiny": {
         "model.layers": 2,
@@ -59,7 +59,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 class Block(nn.Module):
-    """Two convolutions on a normalised copy of the residual stream."""
+    """Two convolutions: they read the normalised residual stream and add to the stream."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Compute one layer; x is [batch, channels, height, width]."""
+        """Apply the block to x [batch, channels, height, width]."""
         y = self.conv1(F.gelu(self.norm1(x)))
         return x + self.conv2(self.dropout(F.gelu(self.norm2(y))))
 
@@ -94,12 +94,12 @@ class ResidualNetwork(nn.Module):
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
-    """Build the model, on the CPU, initialised from torch's global random numbers."""
+    """Build the model on the CPU; torch's global random generator initialises it."""
     return ResidualNetwork(config.model, spec.channels, len(spec.classes))
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-    """Sum the loss of {"images": [batch, channels, height, width], "labels": [batch]}."""
+    """Sum the losses of {"images": [batch, channels, height, width], "labels": [batch]}."""
     labels = batch["labels"]
     logits = model(batch["images"]).float()
     total = F.cross_entropy(logits, labels, reduction="sum")
@@ -108,5 +108,5 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:
-    """List what is compiled, sharded and recomputed one by one: the repeated layers."""
+    """List the modules to compile, shard and recompute one by one: the repeated blocks."""
     return model.blocks

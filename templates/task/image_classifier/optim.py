@@ -39,7 +39,7 @@ class OptimConfig(ScheduleConfig):
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW for the trainable parameters; matrices decay, biases and norms do not."""
+    """Build AdamW for the trainable parameters. Weight decay skips biases and norms."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("the model has no trainable parameter")
@@ -48,7 +48,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         {"params": [p for p in trainable if p.ndim < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    # A fused AdamW updates all parameters with one kernel, which does not take complex ones.
+    # A fused AdamW updates all parameters with one kernel, which cannot update complex parameters.
     fused = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in trainable)
     betas = (config.beta1, config.beta2)
     return torch.optim.AdamW(groups, lr=config.learning_rate, betas=betas, fused=fused)

@@ -26,8 +26,9 @@ class Sample:
     """Lets the model continue the first validation sample after each validation."""
 
     harmless = True
-    # The number of tokens in the prompt, and of tokens to generate (at most a context).
+    # The number of tokens in the prompt.
     prompt_length = 32
+    # The number of tokens to generate, if a context has as many.
     length = 128
 
     def __init__(self, run_dir: Path) -> None:
@@ -37,7 +38,7 @@ class Sample:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Generate text as `infer` does, for the log, the tracker and the report."""
+        """Generate text as `infer` does; log it and write it to samples/, for tracker and report."""
         # Imported here, so that an error in infer.py only disables this callback.
         from .infer import InferConfig, decode, generate
 
@@ -52,10 +53,11 @@ class Sample:
             # Any error here would disable this callback on rank 0 alone. Then the other ranks would
             # wait in `generate` at the next validation.
             try:
-                text = b"".join(decode(tokens, state.spec)).decode(errors="replace")
+                pieces = decode(tokens, state.spec)
+                text = b"".join(pieces).decode(errors="replace")
                 log.info("sample at step %d: %r", state.step, text)
                 folder = self.run_dir / "samples"
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"step_{state.step:08}.txt", text)
             except Exception as error:
-                log.warning("the sample of step %d is not saved: %s", state.step, error)
+                log.warning("the sample of step %d was not saved: %s", state.step, error)

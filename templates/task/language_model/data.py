@@ -1,8 +1,8 @@
-"""Build the data: text as bytes (default: Python's own source) or token files. Replace it by yours.
+"""Build the data: text as bytes (default: Python's own source) or token files. Yours to replace.
 
-Other modules rely on `DataConfig`, and on `build_datasets`, which returns two datasets with
-`__len__` and `__getitems__`, and a spec with a fingerprint. The spec is a dataclass of plain
-values, since a run saves it as spec.json, from which `infer` reads it without the data.
+Other modules rely on `DataConfig` and `build_datasets`. `build_datasets` returns two datasets, with
+`__len__` and `__getitems__`, and a spec, with a fingerprint. The spec is a dataclass of plain
+values: a run saves it as spec.json, so that the trained model can be loaded without the data.
 """
 
 import copy
@@ -34,9 +34,10 @@ from .text import (
 if TYPE_CHECKING:
     from .config import Config
 
-# One in this many text files, or samples, is for validation.
+# One of this many text files is for validation, or one of this many samples.
 VALIDATION_SHARE = 20
-# The number of files that a dataset keeps open. Many systems allow a process 1,024, some 256.
+# The maximum number of files that a dataset keeps open. Many systems let a process open 1,024
+# files, and some let it open only 256.
 MOST_OPEN = 128
 
 
@@ -67,10 +68,10 @@ class Spec:
     """Facts about the data that the model needs, and a fingerprint that identifies the data."""
 
     vocabulary: int
-    # "bytes", or a digest of the tokenizer and the token that ends a document, such as
-    # "0123abcd 0"; "" if unknown.
+    # "bytes" for text. For token files, such as "0123abcd 0": the digest of the tokenizer, and the
+    # token that ends a document. "" if these are unknown.
     encoding: str
-    # The folder of the data and its tokenizer.
+    # The folder with the data and, if the data have one, with the tokenizer.
     folder: Path = field(compare=False)
     tokens_per_sample: int
     fingerprint: str
@@ -79,9 +80,10 @@ class Spec:
 def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Return training and validation data and their spec; UserError for unusable data.
 
-    Token files such as val_0.bin are for validation, and so are text files such as valid.txt beside
-    ones such as train.txt. Without such files, a twentieth of the data is for validation: some of
-    many text files, chosen by a hash of their names, or the end of other data.
+    Names of files can choose the data for validation: token files such as val_0.bin, and text files
+    such as valid.txt if there are also files such as train.txt. Otherwise a twentieth of the data
+    is for validation. A hash of the name chooses among many text files. Of all other data, the
+    last samples are for validation.
     """
     data = config.data
     encoding = "bytes"
@@ -98,7 +100,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         identity = fingerprint_files(path, token_files, data.context, data.token_type)
     else:
         data = replace(data, vocabulary=256)
-        # The folder of the standard library also has other files than source code.
+        # Read only the source code of the standard library, since its folder has other files, too.
         ending = "" if data.path else ".py"
         for_training, for_validation = read_text(path, ending)
         identity = fingerprint(*for_training, *for_validation, data.context)
@@ -120,7 +122,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         tokens_per_sample=data.context,
         fingerprint=identity,
     )
-    # Settings of TextConfig may change the batches. Then add them to the fingerprint.
+    # Add those settings of TextConfig to the fingerprint that change the batches, if there are any.
     spec = replace(spec, fingerprint=fingerprint_of_text(data, spec))
     return training, validation, spec
 
@@ -128,11 +130,11 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
 class Chunks:
     """Chunks of `context` + 1 tokens from several sources, which are arrays or .bin files.
 
-    A chunk begins with the last token of the one before, which is only a target there.
+    A chunk begins with the last token of the previous chunk. There, this token is only a target.
     """
 
-    # This dataset uses no random numbers. Delete the line if yours does; otherwise a resume is not
-    # exact.
+    # False, since this dataset uses no random numbers. If your dataset uses some, delete this line:
+    # otherwise the random numbers are not seeded, and a resume is not exact.
     draws = False
 
     def __init__(
@@ -141,9 +143,10 @@ class Chunks:
         self.sources = sources
         self.context = context
         self.vocabulary = vocabulary
-        # The type of the tokens in files, which are little-endian.
+        # The integer type of the tokens in .bin files, which are little-endian.
         self.kind = np.dtype(kind).newbyteorder("<")
-        # Files are opened when first read, since there may be more than a process may open.
+        # Open files by the index of their source. `stretch` opens a file when it first reads it,
+        # since there may be more files than a process may open.
         self.files: dict[int, BinaryIO] = {}
         # The number of chunks of each source. No chunk crosses the end of a source.
         counts: list[int] = []
@@ -152,12 +155,12 @@ class Chunks:
                 length = source.stat().st_size // self.kind.itemsize
             else:
                 length = len(source)
-            # After the first token, each chunk takes `context` more.
+            # Neighbouring chunks share a token, so n chunks take n * context + 1 tokens.
             counts.append(max(0, length - 1) // context)
         self.counts = np.array(counts, int)
-        # For each source, its last chunk plus one.
+        # For each source, the index of its last chunk, counted over all sources, plus one.
         self.ends = np.cumsum(self.counts)
-        # The samples of this dataset are the chunks first ... last - 1; `split` divides them.
+        # The samples of this dataset are the chunks first ... last - 1. `split` changes these two.
         self.first = 0
         self.last = int(self.counts.sum())
 
@@ -168,13 +171,13 @@ class Chunks:
     def __getitems__(self, ids: list[int]) -> dict[str, Tensor]:
         """Read a batch: {"tokens": [n, context + 1]}, uint8 for text, int32 for token files."""
         chunks = np.asarray(ids) + self.first
-        # For each chunk, the index of its source, and of its first token in that source.
+        # For each chunk, find its source, and the position of its first token in that source.
         sources = np.searchsorted(self.ends, chunks, side="right")
         first_chunks = self.ends - self.counts
         starts = (chunks - first_chunks[sources]) * self.context
         rows = np.stack(list(map(self.stretch, sources.tolist(), starts.tolist())))
         if rows.dtype != np.uint8:
-            # An embedding on a GPU would fail without naming the token.
+            # Check here: the embedding would fail on a GPU, too, but without naming the token.
             if rows.max() >= self.vocabulary:
                 bad_row = rows.max(axis=1).argmax()
                 file = self.sources[int(sources[bad_row])]
@@ -186,7 +189,7 @@ class Chunks:
         return {"tokens": torch.from_numpy(rows)}
 
     def stretch(self, source: int, start: int) -> np.ndarray:
-        """Read `context` + 1 tokens of a source, given by its index, from token `start` on."""
+        """Read `context` + 1 tokens, from token `start` on, of the source with index `source`."""
         length = self.context + 1
         stored = self.sources[source]
         if not isinstance(stored, Path):
@@ -199,7 +202,7 @@ class Chunks:
                     opened_first = next(iter(self.files))
                     self.files.pop(opened_first).close()
                 self.files[source] = open(stored, "rb", buffering=0)  # noqa: SIM115
-            # Not memory-mapped: for a random chunk, the system would also read data around it.
+            # Do not memory-map the file: the system would also read the data around each chunk.
             content = os.pread(self.files[source].fileno(), size, start * bytes_per_token)
         except OSError as error:
             raise UserError(f"{stored} can no longer be read: {error.strerror}") from None
@@ -211,13 +214,13 @@ class Chunks:
         return np.frombuffer(content, self.kind)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state that is sent to loader workers, without the open files."""
+        """Return the attributes to send to loader workers, without the open files."""
         return {**vars(self), "files": {}}
 
     def split(self) -> "Chunks":
-        """Cut off the last twentieth of the samples, and return it as another dataset."""
+        """Remove the last twentieth of the samples, and return them as another dataset."""
         validation = copy.copy(self)
-        # Round up.
+        # Round up, so that the new dataset has at least one sample if there is one.
         count = -(-self.last // VALIDATION_SHARE)
         self.last -= count
         validation.first = self.last
@@ -240,47 +243,48 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
 
 
 def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
-    """Read the text at `path` as bytes (uint8): a list for training, and one for validation.
+    """Read the text at `path` as bytes (uint8): return a list for training, one for validation.
 
-    Each list has one array, or none if there is no such text. In a folder, only files whose names
-    end with `ending` are read.
+    A list has one array, which joins all texts; it is empty if there is no text for this purpose.
+    In a folder, only files whose names end with `ending` are read.
     """
     texts: dict[Path, bytes] = {}
     left_out: list[Path] = []
     json_as_text: list[Path] = []
     files = text_files(path, ending) if path.is_dir() else [path]
     for file in files:
-        # The Python standard library may have broken links.
+        # Only the Python standard library is read with an `ending`. It may have broken links.
         if ending and not file.is_file():
             continue
         check_regular([file])
         content = file.read_bytes()
-        # A NUL byte means UTF-16, or no text at all.
+        # A file with a NUL byte is UTF-16, or it is not text.
         if b"\0" in content:
             left_out.append(file)
             continue
         if has_json_lines(file, "text"):
             with open(file, "rb") as lines:
-                # A NUL byte ends a document.
+                # Join the documents of the file with NUL bytes.
                 content = b"\0".join(texts_in(lines, "text", len(content)))
         elif is_json(file):
             json_as_text.append(file)
-        # For a single file this name is ".", which belongs to no split.
+        # If `path` is a single file, this relative path is ".", which names no split.
         texts[file.relative_to(path)] = content
-    # Warn only about the user's own data, which are read without an ending.
+    # Do not warn about files of the standard library, which is read with an `ending`.
     if not ending:
         warn_left_out(left_out, "not UTF-8 text (NUL bytes, as UTF-16 has)")
         warn_of_json_as_text(json_as_text)
-    # If the names of the files have splits, those of "test" are not used.
+    # Names of files may put them into the split "test", which is not used.
     parts: dict[str, list[bytes]] = {"train": [], "val": [], "test": []}
     for split, (name, content) in zip(splits_of([*texts]), texts.items(), strict=True):
-        # Without a split in the names, a hash of the name decides. It is the same on every machine,
-        # and does not change when files are added. It takes bytes, since a name need not be UTF-8.
+        # If the names give no splits (""), a hash of the name decides. The hash is the same on
+        # every machine, and does not change when files are added. The name is hashed as bytes,
+        # since it need not be UTF-8.
         is_for_validation = zlib.crc32(os.fsencode(name.as_posix())) % VALIDATION_SHARE == 0
         by_hash = "val" if is_for_validation else "train"
         parts[split or by_hash].append(content)
     training_and_validation = [parts["train"], parts["val"]]
-    # With very few files, the hash may have chosen all of them for validation.
+    # The hash may have chosen all of very few files for validation. Then use them for training.
     if not parts["train"]:
         training_and_validation.reverse()
     sources: list[list[np.ndarray]] = []
@@ -293,12 +297,13 @@ def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
 
 
 def text_files(folder: Path, ending: str) -> Iterator[Path]:
-    """Yield the files below a folder in a fixed order, without hidden and installed ones."""
-    # Links are followed in the user's folder, but not in the Python standard library.
+    """Yield files below a folder in a fixed order, except hidden files and installed packages."""
+    # `walk_folders` follows links in the user's folder. `os.walk` does not follow links in the
+    # folder of the Python standard library.
     walked = os.walk(folder) if ending else walk_folders(folder)
     for parent, folders, files in walked:
         left_out = ("site-packages", "__pycache__")
-        # The walk visits the folders that remain in this list.
+        # The walk will visit only the folders that remain in this list.
         folders[:] = sorted(f for f in folders if f not in left_out and f[0] != ".")
         for name in sorted(files):
             if name.endswith(ending) and name[0] != ".":

@@ -35,7 +35,8 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
     prompt = encode(options.prompt, spec)
     continuation = generate(model, prompt, config.data.context, options)
     tokens = itertools.chain(prompt, continuation)
-    # Write bytes, since a character may consist of several tokens. A notebook accepts only text.
+    # Write bytes, since a token may be only a part of a character. In a notebook, stdout has no
+    # `buffer` for bytes and accepts only text.
     stdout = getattr(sys.stdout, "buffer", None)
     try:
         for content in decode(tokens, spec):
@@ -45,6 +46,7 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
                 stdout.write(content)
                 stdout.flush()
     finally:
+        # End the line, even after Ctrl-C or an error.
         print()
 
 
@@ -53,7 +55,7 @@ def generate(
 ) -> Iterator[int]:
     """Yield the tokens that the model generates after a prompt."""
     device = next(model.parameters()).device
-    # The remainder makes any integer a valid seed.
+    # `manual_seed` refuses very large integers, so take the remainder.
     generator = torch.Generator(device).manual_seed(options.seed % 2**63)
     tokens = torch.tensor([prompt], device=device)
     for _ in range(options.tokens):
@@ -70,8 +72,8 @@ def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> 
     if options.temperature <= 0:
         return logits.argmax()
     if 0 < options.top_k < len(logits):
-        lowest = logits.topk(options.top_k).values[-1]
-        logits = logits.masked_fill(logits < lowest, -torch.inf)
+        lowest_kept = logits.topk(options.top_k).values[-1]
+        logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     probabilities = (logits / options.temperature).softmax(dim=0)
     # Infinite logits give probabilities of NaN.
     if probabilities.isnan().any():

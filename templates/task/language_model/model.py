@@ -1,7 +1,7 @@
 """The model: yours to replace. A decoder-only transformer over bytes or tokens.
 
 Other modules rely on three functions at the end (`build_model`, `compute_loss`, `blocks`) and on
-`ModelConfig` and `PRESETS`. Any `nn.Module` will do; nothing here has to be inherited.
+`ModelConfig` and `PRESETS`. Your model can be any `nn.Module`; it needs no base class of this file.
 """
 
 import math
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
     from .config import Config
     from .data import Spec
 
-# The most logits in memory at a time (1 GB in float32); a compiled loss needs no limit. The number
-# is fixed, since a resume must compute the same bits however much memory is free.
+# The maximum number of logits in memory at a time (1 GB in float32), if the loss is not compiled.
+# The number does not depend on the free memory, since a resumed run must compute the same bits.
 MAX_LOGITS = 2**28
 
 
@@ -46,9 +46,10 @@ class ModelConfig:
             raise UserError("--model.dropout must be in [0, 1)")
 
 
-# Named groups of settings, for --preset. Each changes the defaults of the dataclasses.
+# Groups of settings by name, for --preset NAME. A group replaces defaults of the dataclasses.
 PRESETS: dict[str, dict[str, Any]] = {
-    # GPT-2's size and batch; for token files: --data.path FOLDER (train.bin, val.bin).
+    # The size and the batch of GPT-2. Its vocabulary is for token files: --data.path FOLDER, where
+    # the folder has train.bin and val.bin.
     "gpt2_124m": {
         "model.layers": 12,
         "model.heads": 12,
@@ -83,7 +84,7 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 def rotary(context: int, size: int) -> Tensor:
-    """Compute cosines and sines of all rotation angles, [2, context, size / 2].
+    """Return the cosines, then the sines, of all rotation angles: [2, context, size / 2].
 
     Rotary position embedding (RoPE): Su et al., 2021. `size` is the number of features of a head.
     """
@@ -93,16 +94,16 @@ def rotary(context: int, size: int) -> Tensor:
 
 
 def turn(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate pairs of features; feature i of x's first half and i of its second half are a pair."""
+    """Rotate pairs of features: feature i of x's first half with feature i of its second half."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cosines - second * sines, first * sines + second * cosines], dim=-1)
 
 
 class Rotation(torch.autograd.Function):
-    """`turn`, with its own backward, which rotates by the opposite angles.
+    """`turn` with a handwritten backward, which rotates the gradient by the opposite angles.
 
-    Autograd's backward computes the same values, but torch.compile makes a kernel of it that reads
-    memory out of order: on an H200 it is nine times slower than the memory bandwidth allows.
+    The backward of autograd computes the same values, but torch.compile turns it into a kernel that
+    reads memory out of order. On an H200, this takes nine times as long as the bandwidth allows.
     """
 
     @staticmethod
@@ -113,13 +114,13 @@ class Rotation(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Rotate the gradient back."""
+        """Rotate the gradient by the opposite angles; the cosines and sines get no gradient."""
         cosines, sines = ctx.saved_tensors
         return turn(gradient, cosines, -sines), None, None
 
 
 class Attention(nn.Module):
-    """Causal self-attention by PyTorch's fused kernels."""
+    """Causal self-attention with PyTorch's fused kernels."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -129,9 +130,9 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """Attend to the same and all earlier positions; x is [batch, time, width].
+        """Let each position of x [batch, time, width] attend to itself and all earlier positions.
 
-        `table` has the cosines and sines from `rotary`.
+        `table` is the result of `rotary`.
         """
         q, k, v = self.heads_of(x, table)
         dropout = self.dropout if self.training else 0.0
@@ -139,47 +140,47 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
     def heads_of(self, x: Tensor, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Project x to queries, keys (both rotated) and values, each [batch, heads, time, size]."""
-        # Split the last axis into q, k and v, heads, and features of a head.
+        """Return rotated queries, rotated keys and values of x, each [batch, heads, time, size]."""
+        # Split the last axis into three axes: q, k and v; the heads; the features of a head.
         q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).unbind(2)
-        # Slice cosines and sines separately: each slice is contiguous at any length. One slice of
-        # both would be contiguous only at full length, and an exported program would accept no
-        # other length. `None` adds an axis for the heads.
+        # Slice the cosines and the sines separately: each slice is contiguous at any length. A
+        # slice of both, `table[:, :time]`, would be contiguous only at full length, and an exported
+        # program would accept only that length. `None` adds an axis for the heads.
         time = x.shape[1]
         cosines = table[0, :time, None].to(q.dtype)
         sines = table[1, :time, None].to(q.dtype)
-        # Rotate before the transposition: there, the features of all heads of a token are next to
-        # each other in memory.
+        # Rotate before the transposition: until then, the features of all heads of a token are next
+        # to each other in memory.
         q = Rotation.apply(q, cosines, sines)
         k = Rotation.apply(k, cosines, sines)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
 
 class SquaredReLU(torch.autograd.Function):
-    """The square of a ReLU, as good as GELU (So et al., 2021), and cheaper.
+    """The square of a ReLU. It matches the quality of GELU (So et al., 2021) at a lower cost.
 
-    Autograd would multiply twice, add, and mask what is zero already: 12 passes over memory. This
-    backward takes 5 and computes the same values.
+    The backward of autograd multiplies twice, adds, and masks values that are zero already: 12
+    passes over memory. This handwritten backward computes the same values in 5 passes.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        """Return the square."""
+        """Return the square of relu(x)."""
         ctx.save_for_backward(x)
         hidden = F.relu(x)
-        # A product, since autocast would compute `square` in float32.
+        # Multiply instead of calling `square`, which autocast would compute in float32.
         return hidden * hidden
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        """Multiply by the derivative."""
+        """Multiply the gradient by the derivative, 2 * relu(x)."""
         (x,) = ctx.saved_tensors
-        # One kernel computes the ReLU, another one 0 + 2 * relu(x) * gradient.
+        # Two kernels: one computes relu(x), the other computes 0 + 2 * relu(x) * gradient.
         return torch.addcmul(gradient.new_zeros(()), F.relu(x), gradient, value=2)
 
 
 class Block(nn.Module):
-    """Attention, then a perceptron, each on a normalised copy of the residual stream."""
+    """Attention, then an MLP: each reads the normalised residual stream and adds to the stream."""
 
     def __init__(self, config: ModelConfig, attention: type[Attention]) -> None:
         super().__init__()
@@ -191,14 +192,14 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, table: Any) -> Tensor:
-        """Compute one layer; x is [batch, time, width], `table` is for the attention."""
+        """Apply the block to x [batch, time, width]; `table` is passed on to the attention."""
         x = x + self.dropout(self.attention(self.norm1(x), table))
         hidden = SquaredReLU.apply(self.up(self.norm2(x)))
         return x + self.dropout(self.down(hidden))
 
 
 def summed_loss(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    """Sum the losses of x [rows, width] in float32; weight is [vocabulary, width]."""
+    """Sum the cross-entropy of the rows of x [rows, width]; weight is [vocabulary, width]."""
     return F.cross_entropy(F.linear(x, weight).float(), targets, reduction="sum")
 
 
@@ -207,14 +208,15 @@ def loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
     logits = F.linear(x, weight)
     log_probabilities = F.log_softmax(logits.float(), dim=-1)
     loss = F.nll_loss(log_probabilities, targets, reduction="sum")
-    # Targets of -100 have no loss (`ignore_index` of F.nll_loss), and are not valid indices.
+    # A target of -100 means that the row has no loss (`ignore_index` of F.nll_loss). `gather` and
+    # `scatter_` need a valid index, so such a row gets 0.
     index = targets.clamp(min=0)[:, None]
-    # The gradient with respect to the logits is the probabilities, minus 1 at the target. It
-    # overwrites the logits. Autograd would pass over memory of this size twice as often.
+    # The gradient with respect to the logits is the probabilities, minus 1 at the target (`expm1`).
+    # It overwrites the logits. Autograd would pass over tensors of this size twice as often.
     at_target = log_probabilities.gather(1, index).expm1()
     gradient = torch.exp(log_probabilities, out=logits)
     gradient.scatter_(1, index, at_target.to(gradient.dtype))
-    # Rows without a loss have no gradient.
+    # In rows without a loss, set the gradient to zero.
     has_loss = (targets >= 0)[:, None]
     x_gradient = (gradient @ weight) * has_loss
     weight_gradient = gradient.T @ (x * has_loss)
@@ -222,18 +224,19 @@ def loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
 
 
 class LossInParts(torch.autograd.Function):
-    """`summed_loss` in chunks of rows, so that the logits of one chunk are in memory at a time.
+    """`summed_loss` in chunks of rows: only the logits of one chunk are in memory at a time.
 
-    Plain autograd would keep the logits of every chunk until backward. So forward computes the
-    gradients of a chunk together with its loss, and backward only scales them.
+    Plain autograd would keep the logits of all chunks until backward. Here, forward computes the
+    loss of a chunk and its gradients together, and backward only scales the gradients.
     """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, rows: int) -> Tensor:
-        """Return the loss; a chunk has `rows` rows of x and their targets."""
+        """Return the summed loss; a chunk has at most `rows` rows of x, and their targets."""
         losses = []
         x_gradients = []
-        # Add up the chunks in float32: in bfloat16, rounding would lose what the last chunks add.
+        # Add up the gradients of the chunks in float32: in bfloat16, rounding would lose the
+        # gradients of the last chunks.
         weight_gradient = torch.zeros_like(weight, dtype=torch.float)
         for chunk, chunk_targets in zip(x.split(rows), targets.split(rows), strict=True):
             loss, of_x, of_weight = loss_and_gradients(chunk, weight, chunk_targets)
@@ -246,33 +249,35 @@ class LossInParts(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, loss_gradient: Tensor) -> Any:
-        """Scale the gradients by the gradient of the loss."""
+        """Scale the gradients from `forward` by `loss_gradient`, a scalar."""
         x_gradient, weight_gradient = ctx.saved_tensors
         return x_gradient * loss_gradient, weight_gradient * loss_gradient, None, None
 
 
 class Output(nn.Module):
-    """Logits of the next token, or their loss. It has no parameters: the weight is passed in."""
+    """The output layer: logits of the next token, or their loss, with the embedding's weight."""
 
-    # No activation checkpointing: it would compute the loss a second time in backward.
+    # Exclude this module from activation checkpointing, which would compute the loss a second time.
     recompute = False
 
     def forward(self, x: Tensor, weight: Tensor, targets: Tensor | None) -> Tensor:
-        """Compute logits [..., vocabulary] of x [..., width], or the summed loss in float32."""
+        """Return logits [..., vocabulary] of x [..., width]; with targets, the summed loss."""
         if targets is None:
             return F.linear(x, weight)
         x = x.flatten(0, -2)
         targets = targets.flatten()
         weight = weight.to(x.dtype)
-        # The compiler fuses the logits with the loss, so they need no chunks.
+        # The compiler fuses the logits with the loss, so chunks are not needed to save memory.
         if torch.compiler.is_compiling():
             return summed_loss(x, weight, targets)
-        # Without the compiler, the logits of all rows would be the largest tensor of a step.
+        # Without the compiler, the logits of all rows would be the largest tensor of a step, so
+        # divide the rows into chunks with at most MAX_LOGITS logits.
         vocabulary = len(weight)
         rows = max(1, MAX_LOGITS // vocabulary)
         if len(x) <= rows:
             return summed_loss(x, weight, targets)
-        # Autocast would cast the weight for each chunk. Cast once, to the dtype that it chooses.
+        # Autocast would cast the weight again for each chunk. Cast once instead, to the dtype that
+        # autocast chooses. A product of one row of x and one row of the weight shows this dtype.
         dtype = F.linear(x[:1], weight[:1]).dtype
         x = x.to(dtype)
         weight = weight.to(dtype)
@@ -285,9 +290,9 @@ class Output(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens in, logits of the next token or their loss out; both ends share one embedding."""
+    """Tokens in, logits or their loss out. The embedding and the output layer share one weight."""
 
-    # A subclass may have another attention.
+    # The class of the attention, which a subclass may replace.
     attention = Attention
 
     def __init__(self, config: ModelConfig, vocabulary: int, context: int) -> None:
@@ -296,20 +301,21 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, self.attention) for _ in range(config.layers))
         self.norm = nn.RMSNorm(config.width)
         self.output = Output()
-        # The table is computed, not learned: checkpoints leave it out.
+        # The table is computed and not learned, so checkpoints leave it out (persistent=False).
         table = rotary(context, config.width // config.heads)
         self.register_buffer("table", table, persistent=False)
         for name, parameter in self.named_parameters():
             if parameter.ndim == 2:
                 std = 0.02
-                # Two matrices of each layer add to the residual stream. They start smaller, so
-                # that its size does not grow with the depth (as in GPT-2).
+                # Two matrices of each block write to the residual stream: `out` and `down`. They
+                # start with smaller values, as in GPT-2, so that the values of the stream do not
+                # grow with the number of blocks.
                 if name.endswith(("out.weight", "down.weight")):
                     std /= math.sqrt(2 * config.layers)
                 nn.init.normal_(parameter, std=std)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Compute logits [batch, time, vocabulary] of tokens [batch, time], or the summed loss."""
+        """Return logits [batch, time, vocabulary]; with targets [batch, time], the summed loss."""
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x, self.table)
@@ -317,12 +323,12 @@ class GPT(nn.Module):
 
 
 def build_model(config: "Config", spec: "Spec") -> nn.Module:
-    """Build the model, on the CPU, initialised from torch's global random numbers."""
+    """Build the model on the CPU; torch's global random generator initialises it."""
     return GPT(config.model, spec.vocabulary, config.data.context)
 
 
 def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
-    """Sum the next-token loss of {"tokens": [batch, context + 1]}; uint8 are bytes of text."""
+    """Sum the next-token losses of {"tokens": [batch, context + 1]}; tokens in uint8 are bytes."""
     tokens = batch["tokens"].long()
     inputs = tokens[:, :-1]
     targets = tokens[:, 1:]
@@ -333,5 +339,5 @@ def compute_loss(model: nn.Module, batch: dict[str, Tensor]) -> LossSum:
 
 
 def blocks(model: Any) -> Iterable[nn.Module]:
-    """List what is compiled, sharded and recomputed one by one: the layers, and the output."""
+    """List the modules to compile, shard and recompute one by one: the blocks and the output."""
     return [*model.blocks, model.output]

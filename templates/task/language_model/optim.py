@@ -47,15 +47,16 @@ class OptimConfig(ScheduleConfig):
             raise UserError("optim: weight-decay and clip must be >= 0")
 
 
-# Layers whose weight holds several matrices, one above the other. Muon updates each separately.
+# Layers whose weight consists of several matrices, stacked along the rows: here q, k and v. Muon
+# updates each of these matrices separately.
 FUSED = {"qkv": 3}
-# The most values in the matrices that are orthogonalized at once: 64 MB in bfloat16, and the
-# iteration holds about three times as much.
+# The maximum number of values in the matrices that are orthogonalized at once. In bfloat16 these
+# matrices take 64 MB, and the iteration needs about three times this memory.
 TOGETHER = 1 << 25
 
 
 def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build the optimizer of the trainable parameters; matrices decay, biases and norms do not."""
+    """Build the optimizer of the trainable parameters. Weight decay skips biases and norms."""
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("the model has no trainable parameter")
@@ -67,7 +68,7 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
         {"params": [p for p in rest if p.ndim >= 2]},
         {"params": [p for p in rest if p.ndim < 2], "weight_decay": 0.0},
     ]
-    # One group for all weights that hold the same number of matrices.
+    # Put all weights that consist of the same number of matrices into one group.
     for count in sorted(set(hidden.values())):
         weights = [p for p in trainable if hidden.get(p) == count]
         groups.append({"params": weights, "matrices": count})
@@ -90,10 +91,10 @@ def build_optimizer(config: OptimConfig, model: nn.Module) -> torch.optim.Optimi
 
 
 def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
-    """Find the weights that Muon updates, and how many matrices each of them holds."""
-    # Muon is for matrices that map one activation to another: those of the blocks. The embedding,
-    # which is also the output layer, is a table with a row for each token; AdamW updates it, as it
-    # does biases, norms and anything else that is not a matrix.
+    """Return the weights that Muon updates, each with the number of matrices in it."""
+    # Muon is for matrices that map activations to activations: those of the blocks. AdamW updates
+    # all other parameters: biases, norms, and the embedding (also used by the output layer), which
+    # is a table with a row for each token.
     hidden: dict[nn.Parameter, int] = {}
     for block in blocks(model):
         for name, p in block.named_parameters():
@@ -101,23 +102,23 @@ def hidden_matrices(model: nn.Module) -> dict[nn.Parameter, int]:
                 # The layer of "attention.qkv.weight" is "qkv".
                 layer = name.removesuffix(".weight").rpartition(".")[2]
                 count = FUSED.get(layer, 1)
-                # Matrices of equal height must fill the weight; otherwise it is a single one.
+                # If the rows cannot be divided by `count`, the weight is a single matrix.
                 hidden[p] = count if len(p) % count == 0 else 1
     return hidden
 
 
 def supports_fused(parameters: list[nn.Parameter]) -> bool:
-    """Tell whether AdamW can update all of these parameters with one kernel (fused)."""
+    """Check whether AdamW can update all of these parameters with one kernel (fused=True)."""
     return all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for groups with "matrices" (how many each parameter holds); AdamW for the others.
+    """Muon for groups with "matrices" (the number of matrices in a parameter); AdamW for others.
 
     The update of a matrix is its momentum with all singular values brought near one (Jordan et al.,
-    2024: kellerjordan.github.io/posts/muon). It is scaled to the size of AdamW's updates (Liu et
-    al., 2025: arXiv 2502.16982), so that AdamW's rate and weight decay fit both. Each update is
-    computed on one rank.
+    2024: kellerjordan.github.io/posts/muon). The update is scaled to the size of AdamW's updates
+    (Liu et al., 2025: arXiv 2502.16982), so that one learning rate and one weight decay suit both.
+    `parallel.divide_work` chooses the rank that computes an update.
     """
 
     def __init__(
@@ -142,18 +143,21 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters += group["params"]
         fused = supports_fused(parameters)
-        # AdamW shares the groups, so that the schedule and checkpoints deal with one optimizer.
+        # AdamW gets the same dicts of groups, so that the schedule and checkpoints, which know only
+        # this optimizer, include AdamW.
         self.adamw: Any = torch.optim.AdamW(self.param_groups, fused=fused)
-        # An optimizer with this flag gets `found_inf` from the loop and skips bad steps itself.
+        # With this flag, the training loop sets `found_inf` and then calls `step` even in a bad
+        # step, so `step` itself has to skip the update.
         self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update each parameter that has a gradient, unless `found_inf` is set."""
+        """Update each parameter that has a gradient; change nothing if `found_inf` is 1."""
         found_inf = getattr(self, "found_inf", None)
         self.adamw.found_inf = found_inf
-        # AdamW keeps its state in this optimizer's, and steps only the groups without matrices. Set
-        # both at each step, since load_state_dict() would replace them.
+        # AdamW keeps its state in `self.state`, and updates only the groups without matrices. Set
+        # its two attributes at each step, since load_state_dict() replaces the state and the groups
+        # of `self`.
         self.adamw.state = self.state
         self.adamw.param_groups = [g for g in self.param_groups if not g["matrices"]]
         self.adamw.step()
@@ -166,7 +170,7 @@ class Muon(torch.optim.Optimizer):
     def _step_matrices(
         self, matrices: list[Tensor], group: dict[str, Any], found_inf: Tensor | None
     ) -> None:
-        """Update the matrices of one group, which all have gradients."""
+        """Update these parameters of a group; each of them has a gradient."""
         for p in matrices:
             if not self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
@@ -175,23 +179,24 @@ class Muon(torch.optim.Optimizer):
         momenta = [parallel.local_part(self.state[p]["momentum_buffer"]) for p in matrices]
         rate: Any = group["lr"]
         if found_inf is not None:
-            # `found_inf` is 1 in a bad step, else 0. A bad step must change nothing, but reading
-            # the flag would wait for the device. So in a bad step the rate becomes zero, and the
-            # momentum replaces the gradient, which leaves their average as it is.
+            # `found_inf` is 1 in a bad step, otherwise 0. A bad step must change nothing, but an
+            # `if` would wait for the device. So in a bad step the rate becomes zero, and the
+            # momentum replaces the gradient: then averaging the two does not change the momentum.
             rate = rate * (1.0 - found_inf)
             is_bad = found_inf.bool()
             for gradient, momentum in zip(gradients, momenta, strict=True):
                 torch.where(is_bad, momentum, gradient, out=gradient)
         torch._foreach_lerp_(momenta, gradients, 1 - group["momentum"])
-        # Nesterov momentum: the gradient counts once more.
+        # Nesterov momentum: average the gradient with the new momentum once more.
         updates = list(torch._foreach_lerp(gradients, momenta, group["momentum"]))
-        # Round to bfloat16 only if all other matrix products are rounded, too ("medium").
+        # Round to bfloat16 only if torch also rounds all other matrix products ("medium").
         is_rounded = torch.get_float32_matmul_precision() == "medium"
         if is_rounded:
             updates = cast(updates, [torch.bfloat16] * len(updates))
         work = partial(orthogonalized, parts=group["matrices"])
         updates = parallel.divide_work(updates, matrices, work)
-        # Cast to the weights' dtype first: with mixed dtypes `_foreach` takes a kernel per matrix.
+        # Cast back to the dtype of the weights. With mixed dtypes, the `_foreach` functions below
+        # would start a kernel for each matrix.
         if is_rounded:
             updates = cast(updates, [w.dtype for w in weights])
         torch._foreach_mul_(weights, 1 - rate * group["weight_decay"])
@@ -200,7 +205,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def cast(tensors: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
-    """Cast each tensor to its dtype, many of them by one kernel."""
+    """Cast each tensor to the dtype at the same index; one kernel casts many tensors."""
     results: list[Tensor] = []
     for tensor, dtype in zip(tensors, dtypes, strict=True):
         results.append(torch.empty_like(tensor, dtype=dtype))
@@ -211,11 +216,11 @@ def cast(tensors: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
 def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
     """Return the nearest matrices with equal singular values, at the size of AdamW's updates.
 
-    The singular values are equal only roughly, which is enough for Muon (`newton_schulz`).
-    Each matrix holds `parts` matrices, one above the other, which are orthogonalized separately.
+    `newton_schulz` makes the singular values only roughly equal, which is enough for Muon. Each
+    tensor in `matrices` is a stack of `parts` matrices, which are orthogonalized separately.
     """
     results = [*matrices]
-    # Matrices of one shape are one batch: on a GPU they take as many kernels as a single one.
+    # Matrices of the same shape form a batch, which takes no more kernels than a single matrix.
     by_shape: dict[torch.Size, list[int]] = {}
     for index, matrix in enumerate(matrices):
         by_shape.setdefault(matrix.shape, []).append(index)
@@ -224,17 +229,17 @@ def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
         for first in range(0, len(indices), count):
             chunk = indices[first : first + count]
             x = torch.stack([matrices[index] for index in chunk])
-            # Separate the parts of each matrix: [chunk * parts, rows of a part, columns].
+            # Separate the parts of each tensor: [tensors * parts, rows of a part, columns].
             x = x.unflatten(1, (parts, -1)).flatten(0, 1)
             _, rows, columns = x.shape
             if rows > columns:
                 x = newton_schulz(x.mT).mT.contiguous()
             else:
                 x = newton_schulz(x)
-            # Singular values of one mean a root mean square of 1 / sqrt(max(rows, columns)). Scale
-            # it to 0.2, as in AdamW's updates.
+            # If all singular values of a matrix are one, the root mean square of its entries is
+            # 1 / sqrt(max(rows, columns)). Scale it to 0.2, a typical value of AdamW's updates.
             x *= 0.2 * max(rows, columns) ** 0.5
-            # Stack the parts of each matrix again.
+            # Stack the parts of each tensor again.
             x = x.unflatten(0, (-1, parts)).flatten(1, 2)
             for index, result in zip(chunk, x, strict=True):
                 results[index] = result
@@ -242,13 +247,14 @@ def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
 
 
 def newton_schulz(x: Tensor) -> Tensor:
-    """Bring all singular values of wide matrices [count, rows, columns] near one, changing `x`."""
-    # Each step maps a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5 and leaves the
-    # singular vectors alone. Five steps bring values of 0.001 to 1 into 0.7 ... 1.2. These
-    # coefficients do not converge to 1; they raise small values fastest (Jordan et al., 2024).
-    # Dividing by the Frobenius norm makes all singular values at most 1. Its lower bound avoids a
-    # division by zero.
+    """Bring the singular values of wide matrices x [count, rows, columns] near one; overwrite x."""
+    # Dividing by the Frobenius norm makes all singular values at most 1. `clamp` avoids a division
+    # by zero.
     x /= x.norm(dim=(1, 2), keepdim=True).clamp(min=1e-15)
+    # Each step maps a singular value s to 3.4445 s - 4.7750 s^3 + 2.0315 s^5 and keeps the singular
+    # vectors. Five steps bring values from 0.002 to 1 into the range 0.68 ... 1.21. The values do
+    # not converge to 1: the coefficients are chosen to raise small values fast (Jordan et al.,
+    # 2024).
     for _ in range(5):
         square = x @ x.mT
         square = torch.baddbmm(square, square, square, beta=-4.7750, alpha=2.0315)

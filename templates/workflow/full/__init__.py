@@ -31,12 +31,13 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
 
         return compare(parse(CompareConfig))
     if name == "baseline":
-        # tuning.py measures the baseline, and also searches for faster settings.
+        # Use tuning.py instead of baseline.py: it measures the baseline and also searches for
+        # faster settings.
         from ..checkpoint.storage import on_disk
         from .stage import StageConfig
         from .tuning import measure
 
-        # `on_disk` leaves out the object store, if there is one: the stage measures this machine.
+        # The stage measures this machine, so `on_disk` removes an object store from the settings.
         return measure(on_disk(parse(StageConfig)))
     measure_again = ""
     if name == "workflow":
@@ -44,10 +45,10 @@ def run_command(name: str, arguments: list[str], parse: Callable[[type], Any]) -
         from .stage import StageConfig
 
         expect = parse(StageConfig).workflow.expect
-        # Raise an error for an invalid file before anything is measured.
+        # If the file is invalid, this raises an error before anything is measured.
         read_expected(expect)
         if expect:
-            # An earlier result is reused if settings and code are the same, but the content of this
-            # file may have changed since.
+            # The workflow would reuse an earlier result of `baseline` if settings and code are the
+            # same, even if the content of this file has changed since.
             measure_again = "baseline"
     return stages.run_command(name, arguments, parse, measure_again)

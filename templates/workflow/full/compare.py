@@ -1,10 +1,10 @@
 """Compare two runs, or two results of a stage: which metrics of the later one are better or worse.
 
-A difference counts if it exceeds two standard errors. These include the errors of both medians and
-the variation from one measurement of the same code to the next (`NOISE`, or `ONCE` for a single
-value). For interleaved measurements, the interval that their stage computed is used. If the real
-variation is no larger than these constants, at most 5 % of pairs without a real difference get a
-verdict; on shared machines it can be larger.
+A metric is better or worse if the difference exceeds two standard errors. The standard error
+includes the errors of both medians, and the variation from one measurement of the same code to the
+next (`NOISE`, or `ONCE` for a single value). For interleaved measurements, the interval that their
+stage computed is used. If the real variation does not exceed these constants, at most 5 % of pairs
+without a real difference are called better or worse. On shared machines, more pairs may be.
 """
 
 import math
@@ -24,23 +24,23 @@ from .chain import has_effect, read_stage, result_in, user_metrics
 from .interleaved import Interval, median_interval
 from .timing import differences, spread
 
-# Relative standard deviations from one measurement to the next: of a median over steps, of a number
-# of bytes, and of a value that was measured once.
+# Relative standard deviations between measurements of the same code: of a median over steps, of a
+# number of bytes, and of a value that was measured once.
 NOISE = 0.032
 NOISE_OF_BYTES = 0.01
 ONCE = 0.13
-# A smaller relative difference of losses is within noise.
+# A relative difference of losses up to this one is within noise.
 LOSSES = 0.01
-# Suffixes of names of metrics.
+# The endings of metrics' names that decide whether more or less is better.
 MORE_IS_BETTER = ("per_second", "speedup", "efficiency", "mfu")
 LESS_IS_BETTER = ("seconds", "bytes")
 # The metrics of a training run that are compared, in addition to losses.
 OF_RUN = ("samples_per_second", "device_peak_bytes", "host_bytes")
 # The facts about a machine that must be the same.
 OF_MACHINE = ("device", "gpus", "cpu", "cores")
-# With a higher load per core, times are not comparable.
+# If the load per core is higher than this, times are not comparable.
 BUSY = 1.5
-# With fewer records, the throughput of a run is not comparable.
+# If a run has fewer records than this, its times are not comparable.
 FEW = 5
 # The content of workflow/<stage>.json, or of a run in the same form (`content_of_run`).
 Content = dict[str, Any]
@@ -59,7 +59,10 @@ class CompareConfig:
 
 
 def compare(options: CompareConfig) -> int:
-    """Print a verdict for each common metric; return 1 for a regression that must fail."""
+    """Print a verdict for each common metric.
+
+    Returns 1 if a metric is worse and `fail_on_regression` is set, else 0.
+    """
     a = contents(options.a)
     b = contents(options.b)
     common = [name for name in b if name in a]
@@ -89,7 +92,10 @@ def compare(options: CompareConfig) -> int:
 
 
 def contents(path: Path) -> dict[str, Content]:
-    """Return results by stage, from a file or a run directory; "run" has the training itself."""
+    """Return the results by stage, from the file of one stage or from a run directory.
+
+    For a run directory, the entry "run" has the metrics of the training run itself.
+    """
     if not path.exists():
         raise UserError(f"{path} does not exist: give a run directory, or the result of a stage")
     if not path.is_dir():
@@ -109,13 +115,12 @@ def content_of_run(path: Path) -> Content:
     """Return the metrics of a training run in the form of a stage's JSON."""
     records = list(read_records(path))
     figures: Content = {"records": len(records)}
-    # "losses" and "validation_losses", by step.
-    for name in ("loss", "validation_loss"):
+    for name, plural in (("loss", "losses"), ("validation_loss", "validation_losses")):
         losses: dict[int, Any] = {}
         for record in records:
             if name in record:
                 losses[record["step"]] = record[name]
-        figures[f"{name}es"] = losses
+        figures[plural] = losses
     for name in OF_RUN:
         # Skip the first record, which includes warm-up and compilation.
         values = finite_values(records[1:], name)
@@ -153,8 +158,9 @@ def finite_values(records: list[dict[str, Any]], name: str) -> list[float]:
 
 
 def another_machine(a: Content, b: Content) -> str:
-    """Return why two measurements cannot be compared; "" if they can."""
-    # An imported run has no machine, nor has a run that finished without a status.json.
+    """Return the reason why the machines make two results incomparable, or ""."""
+    # The machine is unknown for an imported run, and for a finished run that lost its status.json
+    # and was then started again.
     if not a["machine"] or not b["machine"]:
         return "the machine is unknown"
     for key in OF_MACHINE:
@@ -171,10 +177,11 @@ def another_machine(a: Content, b: Content) -> str:
 
 
 def too_busy(a: Content, b: Content) -> str:
-    """Return why times cannot be compared (busy cores, few records); "" if they can."""
+    """Return the reason why times cannot be compared (few records, busy cores), or ""."""
     for content in (a, b):
-        # Only a training run has records.
-        if content["figures"].get("records", FEW) < FEW:
+        # Only a training run has a number of records, and a stage has none.
+        figures = content["figures"]
+        if "records" in figures and figures["records"] < FEW:
             return f"fewer than {FEW} records"
     for machine in (a["machine"], b["machine"]):
         if machine and machine["load"] > BUSY * machine["cores"]:
@@ -183,10 +190,10 @@ def too_busy(a: Content, b: Content) -> str:
 
 
 def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
-    """Yield lines to print, each with a verdict or "".
+    """Yield lines to print, each with its verdict.
 
-    First come the settings that differ, then your metrics, then measurements, with the verdict
-    better, worse, within noise or not comparable.
+    First come the settings that differ and the metrics of your code, with "" as the verdict. Then
+    come measurements, which are better, worse, within noise, or not comparable.
     """
     yield from changed_settings(a, b)
     last_a = a.get("metrics", {})
@@ -194,7 +201,7 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
     for name in last_a:
         if name in last_b:
             yield f"{name} {last_a[name]:.4g} -> {last_b[name]:.4g} (last values)", ""
-    # Reasons why measurements cannot be compared, or "".
+    # The reasons why measurements in general, or only times, cannot be compared; or "".
     machine_differs = another_machine(a, b)
     times_unreliable = too_busy(a, b)
     measured_a = dict(measured(a["figures"]))
@@ -203,6 +210,7 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
         if name not in measured_b:
             continue
         second = measured_b[name]
+        # Losses by step are a dictionary, and all other measurements are intervals.
         if isinstance(first, dict):
             yield verdict_of_losses(name, first, second)
         elif not ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER):
@@ -232,8 +240,9 @@ def changed_settings(a: Content, b: Content) -> Iterator[tuple[str, str]]:
 
 def verdict_of_figure(name: str, a: Interval, b: Interval) -> tuple[str, str]:
     """Return the line of a measurement, and its verdict."""
-    # An interval already covers the variation. A single value, whose interval has no width, needs
-    # it in addition, and so do bytes, which are peaks.
+    # An interval with a width already includes the variation between measurements. Values that were
+    # measured once have an interval without a width, so they need additional noise. So do bytes,
+    # which are peaks.
     noise = 0.0
     if ends_with(name, ("bytes",)):
         noise = NOISE_OF_BYTES
@@ -245,19 +254,25 @@ def verdict_of_figure(name: str, a: Interval, b: Interval) -> tuple[str, str]:
 
 
 def ends_with(name: str, endings: tuple[str, ...]) -> bool:
-    """Return whether one of the words of a dotted name has one of these endings."""
+    """Return whether any word of a dotted name has one of these endings.
+
+    In "modes.full.step_seconds" for example, the last word has the ending "seconds".
+    """
     return any(word.endswith(endings) for word in name.split("."))
 
 
 def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield comparable values by dotted name: intervals, and losses by step."""
+    """Yield comparable values with their dotted names: intervals, and losses by step.
+
+    Nested dictionaries are handled by calls with a `prefix` for the names, such as "modes.".
+    """
     for key, value in figures.items():
         name = f"{prefix}{key}"
         if key.endswith("losses"):
             yield name, losses_by_step(value)
         elif not isinstance(value, dict):
-            # Of single values, only those that get a verdict are shown. The recommended save
-            # interval gets none, since it is neither better nor worse.
+            # Skip a single value unless it gets a verdict. The recommended interval between saves
+            # gets none, since a longer one is neither better nor worse.
             judged = ends_with(name, LESS_IS_BETTER + MORE_IS_BETTER) and name != "interval_seconds"
             if judged and finite(value):
                 number = float(value)
@@ -281,7 +296,7 @@ def measured(figures: Content, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def losses_by_step(losses: Any) -> dict[int, float]:
     """Return losses by step, with NaN for values that are not finite.
 
-    A stage has a list of losses from step 1 on, a run has a dictionary.
+    `losses` is a dictionary by step for a run, and a list from step 1 on for a stage.
     """
     by_step = losses if isinstance(losses, dict) else dict(enumerate(losses, 1))
     numbers: dict[int, float] = {}
@@ -293,8 +308,8 @@ def losses_by_step(losses: Any) -> dict[int, float]:
 def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
     """Compare losses at the same steps; return a line and its verdict.
 
-    Only the later half of the steps counts. If one of the two has more losses there that are not
-    finite, it is worse.
+    Unless all losses are equal, only the later half of the steps counts. There, the side with more
+    losses that are not finite is worse. If the numbers are equal, the median ratio decides.
     """
     steps = sorted(a.keys() & b.keys())
     if not steps:
@@ -313,10 +328,10 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
     ratios: list[float] = []
     for step in later:
         if a[step]:
-            # A loss may be negative, so use the change relative to its magnitude.
-            times = 1 + (b[step] - a[step]) / abs(a[step])
-            if math.isfinite(times):
-                ratios.append(times)
+            # This is b / a for positive losses. It also exceeds 1 if a negative loss rises.
+            loss_ratio = 1 + (b[step] - a[step]) / abs(a[step])
+            if math.isfinite(loss_ratio):
+                ratios.append(loss_ratio)
     # Without any ratio, the losses count as equal.
     times = median_interval(ratios or [1.0])
     line = f"{line}, {times} times"
@@ -328,26 +343,27 @@ def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tu
 def interval_of(median: float, p10: float, p90: float, count: float) -> Interval:
     """Return the 95 % interval of a median, including the variation between measurements.
 
-    It assumes that values are normally distributed.
+    The formula assumes that values are normally distributed.
     """
     # With many values, two standard errors of a median are 2.5 / sqrt(count) standard deviations,
     # and p90 - p10 is 2.56 standard deviations. So two errors are about (p90 - p10) / sqrt(count).
-    # Few values have a larger error: count three less.
+    # With few values the error is larger, so reduce `count` by three.
     two_errors_of_median = 0.0
     if median > 0:
         two_errors_of_median = (p90 - p10) / median / math.sqrt(max(1, count - 3))
     two_errors = math.hypot(two_errors_of_median, 2 * NOISE)
-    # A median near 0 has no useful upper bound, but exp must not overflow.
+    # The relative error of a median near 0 is huge. Limit it, so that `exp` does not overflow.
     factor = math.exp(min(99.0, two_errors))
     return Interval(value=median, low=median / factor, high=median * factor)
 
 
 def ratio(a: Interval, b: Interval, noise: float) -> Interval:
-    """Return the ratio of b to a, with its 95 % interval.
+    """Return the ratio b / a with its 95 % interval.
 
-    `noise` is an additional relative standard deviation of each of the two.
+    `noise` is an additional relative standard error of both a and b.
     """
-    # The ends of a 95 % interval are four standard errors apart. Errors of logarithms are relative.
+    # The ends of a 95 % interval are four standard errors apart. An error of a logarithm is the
+    # relative error of the value itself.
     error_of_a = math.log(a.high / a.low) / 4
     error_of_b = math.log(b.high / b.low) / 4
     factor = math.exp(2 * math.hypot(noise, noise, error_of_a, error_of_b))
@@ -356,7 +372,7 @@ def ratio(a: Interval, b: Interval, noise: float) -> Interval:
 
 
 def word_for(times: Interval, more_is_better: bool) -> str:
-    """Return the verdict on a measurement that changed by this ratio."""
+    """Return the verdict on a measurement that is now `times` its earlier value."""
     if times.low <= 1 <= times.high:
         return "within noise"
     grew = times.value > 1

@@ -1,6 +1,6 @@
-"""Check measured losses against expected ones in a TOML file, which you keep with your code.
+"""Check measured losses against the expected ones in a TOML file that you keep with your code.
 
-The file has the losses by step:
+The file has a tolerance, and the expected losses by step:
 
 tolerance = 0.01  # relative
 
@@ -32,7 +32,7 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
         for step, loss in content.pop("losses", {}).items():
             losses[int(step)] = float(loss)
         tolerance = float(content.pop("tolerance", 0.01))
-        # The remaining keys of `content` are unknown.
+        # The known keys were popped above, so any remaining key in `content` is unknown.
         if content or not losses or min(losses) < 1:
             raise ValueError("its keys must be tolerance and losses (by step, from 1)")
     except (ValueError, TypeError, AttributeError) as error:
@@ -41,7 +41,10 @@ def read_expected(path: Path | None) -> dict[str, Any] | None:
 
 
 def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
-    """Check measured losses against expected ones; without a file, propose one and fail."""
+    """Check measured losses against the content of the file at `path`, as from `read_expected`.
+
+    If the file does not exist (None), write a proposal and fail the check.
+    """
     losses = stage.figures["losses"]
     if expected is None:
         proposal = stage.file.with_name("expected.toml")
@@ -50,7 +53,7 @@ def hold_to(stage: Stage, path: Path, expected: dict[str, Any] | None) -> None:
         measured = f"{path} does not exist"
         stage.check("expected", False, measured=measured, wanted="a file", advice=advice)
         return
-    # The expected losses of the steps that were taken.
+    # The expected losses by step, without those of later steps than were taken.
     reached: dict[int, float] = {}
     for step, loss in expected["losses"].items():
         if step <= len(losses):

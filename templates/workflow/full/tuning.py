@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..adds_up import is_declared
+from ..adds_up import need_not_add_up
 from ..distributed import leave
 from ..run.hardware import in_units, usable_cores
 from ..sampling import Loader, micro_batches
@@ -24,9 +24,10 @@ from .processes import free_host_memory
 from .stage import Stage, StageConfig
 from .timing import Steps, peak_memory, record_steps
 
-# Seconds for all micro-batch sizes together, and again for all numbers of loader workers.
+# The seconds for timing all micro-batch sizes, and again for timing all numbers of loader workers.
 BUDGET = 60.0
-# A smaller value with this fraction of the best throughput is preferred, to save memory.
+# The smallest value that reaches this fraction of the best throughput is the best value, since
+# smaller values save memory.
 NEAR_BEST = 0.97
 # The minimum number of timed windows of steps for each value.
 LEAST_WINDOWS = WINDOWS[0]
@@ -45,8 +46,8 @@ def measure(config: StageConfig) -> int:
     more_workers = max(2, 2 * config.train.loader_workers)
     advice = f"{baseline.CHEAPER}, or read ahead with --train.loader-workers {more_workers}"
     waits_for_data = waited >= baseline.DATA_WAIT_LIMIT and wait >= baseline.NEGLIGIBLE_WAIT
-    # A number of workers that the user typed is not changed, so `judge_waits` must not judge
-    # another one. The arguments follow the name of the command.
+    # If the user typed --train.loader-workers, that number is used in any case, so do not try
+    # others. In `sys.argv`, the arguments follow the program and the command.
     if waits_for_data and "train.loader_workers" not in typed_settings(sys.argv[2:]):
         faster_steps = try_loader_workers(stage, state, waited)
         if faster_steps:
@@ -54,7 +55,7 @@ def measure(config: StageConfig) -> int:
             steps = faster_steps
         rejected = stage.figures.get("rejected", [])
         if faster_steps or any("loader-workers" in text for text in rejected):
-            # More workers are recommended already, or did not help.
+            # More workers are already recommended, or were tried in vain. So do not advise them.
             advice = baseline.CHEAPER
     baseline.judge_waits(stage, steps, advice)
     world = state.world
@@ -77,15 +78,15 @@ def first_line(error: Exception) -> str:
 def choose(
     stage: Stage, setting: str, given: int, seconds: dict[str, list[float]], refused: str = ""
 ) -> int | None:
-    """Recommend the smallest value within 3 % of the fastest, if it is faster than `given`.
+    """Recommend and return the best value of a setting if it is faster than `given`, else None.
 
-    Returns it, or None. `seconds` has, for each value (as text), the seconds per step of each
-    window. All other values are recorded as rejected, and so is the best one if `refused` gives a
-    reason against it.
+    The best value is the smallest one that is nearly as fast as the fastest. `seconds` has the
+    values as text, each with the seconds per step of its windows. `refused` may give a reason
+    against any change. All values that are not recommended, except `given`, are rejected.
     """
     medians = {int(value): np.median(windows) for value, windows in seconds.items()}
-    fastest = min(medians.values())
-    near_fastest = [value for value in medians if NEAR_BEST * medians[value] <= fastest]
+    shortest = min(medians.values())
+    near_fastest = [value for value in medians if NEAR_BEST * medians[value] <= shortest]
     best = min(near_fastest)
     chosen = None
     for value in sorted(medians.keys() - {given}):
@@ -105,7 +106,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     batch = state.config.train.global_batch_size
     setting = "train.micro_batch_size"
     given = min(state.config.train.micro_batch_size, batch)
-    # The reason, if not all sizes could be tried.
+    # The reason for stopping before all sizes were tried, as a part of the result.
     why_stopped = ""
     ways: dict[str, Way] = {}
     peaks: dict[int, int] = {}
@@ -119,14 +120,14 @@ def try_micro_batches(stage: Stage, state: State) -> None:
             # The step ran out of memory, or exceeded a limit of a kernel.
             reject(stage, setting, size, first_line(error))
             why_stopped = f"; {stage.figures['rejected'][-1]}"
-        # Clean up after an error, but not inside `except`: there the traceback would keep the
-        # step's tensors alive.
+        # After an error, clean up and stop. This is not inside `except`, since there the traceback
+        # would keep the step's tensors alive.
         if str(size) not in ways:
             state.optimizer.zero_grad(set_to_none=True)
             torch.cuda.empty_cache()
             break
-        # On a CPU, twice the size may need as much memory again, which must be free. Below the
-        # given size this is not checked: twice such a size is at most the given one, which fits.
+        # On a CPU, twice this size may need twice the memory, so as much as the peak must be free.
+        # Below the given size this is not checked, since twice such a size is known to fit.
         free = free_host_memory()
         if size >= given and state.world.device.type == "cpu" and peaks[size] > free:
             why_stopped = f"; larger sizes not tried: only {in_units(free)} are free"
@@ -147,7 +148,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     refused = ""
     if any(isinstance(module, _BatchNorm) for module in state.model.modules()):
         refused = "it changes the batch statistics"
-    if is_declared():
+    if need_not_add_up():
         refused = "it changes the loss (ADDS_UP = False in model.py)"
     best = choose(stage, setting, given, seconds, refused)
     if best is None:
@@ -162,9 +163,10 @@ def try_micro_batches(stage: Stage, state: State) -> None:
 def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     """Return the given size, then a quarter and half of it, then doubled sizes up to `most`.
 
-    If time does not allow all of them, smaller sizes are left out first, then the largest.
+    If time does not allow all of them, smaller sizes than `given` are left out first, and then the
+    largest sizes. The result is empty if time does not even allow `given`.
     """
-    # All sizes, the most important first.
+    # All sizes, the most important ones first.
     sizes = [given]
     size = 2 * given
     while size < most:
@@ -173,7 +175,7 @@ def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
     if given < most:
         sizes.append(most)
     sizes += [given // 2, given // 4]
-    # The number of sizes for which there is time, if each window has a single step.
+    # The number of sizes for which there is time if each window has only one step.
     in_time = int(BUDGET / (LEAST_WINDOWS * step_seconds))
     # Half and a quarter of a small size may be 0.
     affordable = {size for size in sizes[:in_time] if size > 0}
@@ -184,11 +186,11 @@ def sizes_to_try(given: int, most: int, step_seconds: float) -> list[int]:
 
 
 def peak_of(way: Way, state: State) -> int:
-    """Return the peak bytes in two steps: allocated on a GPU, else resident in this process."""
+    """Take two steps; return their peak bytes: allocated on a GPU, else resident on the host."""
     if state.world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(state.world.device)
     else:
-        # This resets the peak on Linux. Other systems do not have this file.
+        # Writing 5 resets the peak of this process on Linux. Other systems do not have this file.
         with contextlib.suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")
     way(2)
@@ -196,12 +198,13 @@ def peak_of(way: Way, state: State) -> int:
 
 
 def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | None:
-    """Recommend the smallest number of loader workers that is about the fastest.
+    """Recommend the smallest number of loader workers that is nearly as fast as the fastest.
 
-    `waited` is the fraction of time that steps wait for data now. Workers are tried with the
-    recommended micro-batch size. Returns steps measured with them, or None if nothing is faster.
+    `waited` is the fraction of time that steps wait for data with the given number. Numbers are
+    tried with the recommended micro-batch size, if there is one. Returns steps that were measured
+    with the recommended number, or None if no number is faster.
     """
-    # A stream starts its own workers.
+    # A stream of unknown size starts its own workers.
     if state.loader.size is None:
         return None
     train = state.config.train
@@ -215,18 +218,18 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
         size = recommended["train.micro_batch_size"]["value"]
     plan = micro_batches(train.global_batch_size, size, world.rank, world.size)
 
-    def reading(workers: int) -> State:
-        """Return the state with a loader of this many workers."""
+    def state_with(workers: int) -> State:
+        """Return the state with a new loader that has this number of workers."""
         loader = Loader(
             source.dataset, source.order, plan, workers, state.loader.pin, source.augments
         )
         return dataclasses.replace(state, plan=plan, loader=loader)
 
-    ways = {str(given): with_loader(reading(given))}
+    ways = {str(given): with_loader(state_with(given))}
     step_seconds = stage.figures["step_seconds"]["median"]
     for count in workers_to_try(given, waited, step_seconds, world.device):
         print(f"     trying {count} loader workers ...", flush=True)
-        way = with_loader(reading(count))
+        way = with_loader(state_with(count))
         try:
             way(1)
         except Exception as error:
@@ -236,14 +239,15 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
             ways[str(count)] = way
     if len(ways) < 2:
         return None
-    # The largest number is a multiple of the others, so each window has complete rounds of workers.
+    # The largest number is a multiple of the others. So a window with a multiple of this number of
+    # steps has complete rounds of any number of workers.
     seconds = time_interleaved(ways, multiple=max(int(count) for count in ways))
     best = choose(stage, setting, given, seconds)
     if best is None:
         return None
-    tuned = reading(best)
+    tuned = state_with(best)
     with contextlib.closing(tuned.loader):
-        # The first round starts the workers, so it is not returned.
+        # Leave out the first round of steps, in which the workers start.
         record_steps(tuned, best)
         # Measure complete rounds, with one step for each worker.
         rounds = math.ceil(baseline.MEASURED / best)
@@ -251,27 +255,30 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
 
 
 def workers_to_try(given: int, waited: float, seconds: float, device: torch.device) -> list[int]:
-    """Return up to two numbers of loader workers, above the given one, that may end the wait.
+    """Return up to two larger numbers of loader workers than `given`, which may end the wait.
 
-    There are fewer if steps of this many `seconds` would take too long. The largest number is a
-    multiple of the others and of the given one: see `with_loader`.
+    `waited` is the fraction of time that steps wait for data, and `seconds` the time of a step.
+    The largest number is a multiple of the others and of `given`, so that a window of steps can
+    have complete rounds of any number of workers.
     """
-    # Later runs may use all GPUs of this machine, whose ranks share its cores.
+    # Later runs may have a rank on each GPU of this machine. These ranks share its cores.
     ranks_here = torch.cuda.device_count() if device.type == "cuda" else 1
-    # Without the wait, a step takes only 1 - waited of its time. To deliver batches at that speed,
-    # the number of workers must grow by the inverse, if each has a core.
+    # Without the wait, a step takes only the fraction `1 - waited` of its time. If each worker has
+    # a core, batches arrive at that speed from 1 / (1 - waited) times as many workers: if steps
+    # wait half of the time, from twice as many.
     start = max(1, given)
     enough = math.ceil(start / max(0.01, 1 - waited))
-    # At most two workers for each core, but at least four.
+    # Use at most two workers for each core of a rank, but allow four in any case.
     limit = max(4, 2 * usable_cores() // ranks_here)
     most = min(enough, limit)
-    # Each window has at least one step for each worker. This is the most for which there is time,
-    # with up to three numbers of workers to compare.
-    longest = BUDGET / (3 * LEAST_WINDOWS * seconds)
+    # Each window has at least one step for each worker, and up to three numbers of workers are
+    # timed. So this is the largest number for which there is time.
+    most_in_time = BUDGET / (3 * LEAST_WINDOWS * seconds)
     counts: list[int] = []
     for power in range(7):
         count = start * 2**power
-        # The limit `2 * most` includes the first count that reaches `most`.
-        if given < count < 2 * most and count <= longest:
+        # Each count is twice the one before. So `2 * most` allows the first one that reaches
+        # `most`, but not the next.
+        if given < count < 2 * most and count <= most_in_time:
             counts.append(count)
     return counts[-2:]

@@ -47,10 +47,10 @@ class WorkflowConfig:
 def run_command(
     name: str, arguments: list[str], parse: Callable[[type], Any], measure_again: str = ""
 ) -> int:
-    """Run one of `COMMANDS`; `parse` parses the arguments into settings of a class.
+    """Run one of `COMMANDS`; `parse(StageConfig)` turns the arguments into settings of that class.
 
-    `workflow` also passes the arguments on to the processes of its stages. It measures the stage
-    `measure_again` even if its result could be reused.
+    The command `workflow` also passes `arguments` to the processes of its stages. It measures the
+    stage `measure_again` even if an earlier result of that stage could be reused.
     """
     if name == "fit":
         from .fit import FitConfig, fit
@@ -71,10 +71,11 @@ def run_command(
         try:
             print(f"report: {publish_report(config.directory)}")
         except (UserError, RankError) as error:
-            # This does not change the exit code: a crashed stage may have left nothing to report.
+            # A missing report does not change the exit code. For example, there is nothing to
+            # report if the first stage crashed.
             print(f"no report: {error}")
         return exit_code
-    # A stage's module has the same name, except for the checkpoint stage.
+    # The stage `checkpoint` is in recovery.py. The module of any other stage has the stage's name.
     module = "recovery" if name == "checkpoint" else name
     stage = importlib.import_module(f"{__package__}.{module}")
     return stage.measure(on_disk(config))

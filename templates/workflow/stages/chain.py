@@ -1,8 +1,9 @@
 """Run the stages in order; each uses the settings that earlier stages recommend.
 
-Recommendations of a stage that does not fail, and of `compile` even if a check of it fails, are
-passed to later stages as options on their command line. At the end, all recommended settings are
-timed together against the given ones, and written to `recommended.toml`.
+If a stage does not fail, later stages get its recommendations as options on their command line.
+They get those of `compile` even if one of its checks fails. At the end, steps with all recommended
+settings are timed against steps with the user's settings. Unless the recommended settings are
+slower, they are written to `recommended.toml`.
 """
 
 import argparse
@@ -32,10 +33,11 @@ from .stage import PACKAGE, STATUSES, Stage, StageConfig, lock_stage, origin, st
 # The stem of workflow/recommended.json and recommended.toml.
 RECOMMENDED = "recommended"
 FAILED = ("fail", "crashed")
-# Settings that recommended.toml leaves out: those of the stages and of a single start, and the
-# run's name or directory, which the printed command gives.
-NOT_TRAINED = {"workflow", "fresh", "reset_optimizer", "name", "run_dir"}
-# Settings that do not affect measurements: whole sections by their first word, or single settings.
+# Settings that recommended.toml leaves out: `workflow` is a section for stages only, the next two
+# are for a single start, and the printed command gives the run's name or directory.
+LEFT_OUT_OF_TOML = {"workflow", "fresh", "reset_optimizer", "name", "run_dir"}
+# Settings that do not affect measurements. The name of a section, such as `tracker`, stands for all
+# settings of that section.
 WITHOUT_EFFECT = {
     "workflow.force",
     "workflow.keep_going",
@@ -47,7 +49,7 @@ WITHOUT_EFFECT = {
     "name",
     "run_dir",
 }
-# The types of the keys that are read from a stage's JSON.
+# The keys that are read from a stage's JSON, and the types of their values.
 RESULT_TYPES = {
     "stage": str,
     "status": str,
@@ -77,10 +79,10 @@ Recommendations = dict[str, Recommendation]
 def run_stages(given: StageConfig, arguments: list[str], measure_again: str = "") -> int:
     """Run each stage with these arguments in its own process; return 1 if a stage failed, else 0.
 
-    A result that was measured with the same settings and code is reused, except for the stage
-    `measure_again`. So the same command continues an interrupted workflow. The first failed stage
-    ends it, except for `compile` and with `--workflow.keep-going`. Raises UserError if a workflow
-    of this run is already running.
+    A stage does not run if it already has a result with the same settings and code, unless it is
+    the stage `measure_again`. So the same command continues an interrupted workflow. The first
+    failed stage ends the workflow, unless `--workflow.keep-going` is given. A failed check of
+    `compile` does not end it. Raises UserError if a workflow of this run is already running.
     """
     with lock_stage(on_disk(given).directory, "workflow"):
         return run_unlocked_stages(given, arguments, measure_again)
@@ -93,8 +95,9 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
     config = on_disk(given)
     # Settings that the user has set; recommendations do not change them.
     typed = typed_settings(arguments)
+    # The recommendations of the stages so far, which later stages use.
     taken: Recommendations = {}
-    # Remove the recommendations of an earlier workflow, except a file that --config names.
+    # Remove the recommendations of an earlier workflow, except a file that --config reads.
     config_path = config_file(arguments)
     for suffix in (".json", ".toml"):
         earlier = stage_file(config.directory, RECOMMENDED).with_suffix(suffix)
@@ -114,7 +117,8 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
             content = run_stage(config, name, arguments + options_of(taken))
         status = content["status"]
         statuses[name] = status
-        # Training does not need a compile mode that fails: the stage recommends another or none.
+        # If a check of `compile` fails, training can do without the compile mode that failed it:
+        # the stage then recommends another mode, or none.
         if status not in FAILED or (name == "compile" and status == "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:
@@ -144,11 +148,12 @@ def options_of(taken: Recommendations) -> list[str]:
 
 
 def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str, Any]:
-    """Run a stage in its own process; return its result, or "crashed" if it wrote none."""
-    # If the stage crashes, an earlier result must not count as its result.
+    """Run a stage in its own process; return its result, or status "crashed" if it wrote none."""
+    # Remove an earlier result. If the stage crashes, that result would seem to be the new one.
     stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
-    # The stage stays in this process group, so that Ctrl-C reaches it. It ends its own children.
+    # The new process stays in this process group, so that Ctrl-C reaches it, too. It ends the
+    # processes that it has started itself.
     process = subprocess.Popen(command, env=plain_environment())
     try:
         exit_code = process.wait()
@@ -166,7 +171,7 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str,
 
 def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
     """Return the earlier result of a stage, or None if it must be measured (again)."""
-    # A damaged file counts like a failed stage.
+    # A damaged file raises UserError. Its stage is measured again, like one that failed.
     with contextlib.suppress(UserError):
         content = read_stage(config.directory, name)
         if content is None or config.workflow.force:
@@ -182,22 +187,25 @@ def reusable_result(config: StageConfig, name: str) -> dict[str, Any] | None:
 
 
 def discard_outdated(config: StageConfig, name: str) -> None:
-    """Remove a stage's result that other code has produced, since the report would not say so."""
+    """Remove a stage's result if other code produced it, since the report would not say so."""
     with contextlib.suppress(UserError):
         content = read_stage(config.directory, name)
         if content and content["code"] != origin(config)["code"]:
             stage_file(config.directory, name).unlink(missing_ok=True)
 
 
-def with_effect(origin: dict[str, Any]) -> dict[str, Any]:
-    """Return the facts that affect a measurement: settings, code, torch and type of machine."""
-    settings = {name: value for name, value in flatten(origin["settings"]) if has_effect(name)}
-    machine = {key: origin["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")}
+def with_effect(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return the facts that affect a measurement: settings, code, torch and type of machine.
+
+    `facts` is the return value of `origin`, or a stage's result, which has the same keys.
+    """
+    settings = {name: value for name, value in flatten(facts["settings"]) if has_effect(name)}
+    machine = {key: facts["machine"].get(key) for key in ("device", "gpus", "cpu", "cores")}
     return {
         "settings": settings,
         "machine": machine,
-        "code": origin["code"],
-        "torch": origin["versions"].get("torch"),
+        "code": facts["code"],
+        "torch": facts["versions"].get("torch"),
     }
 
 
@@ -237,7 +245,7 @@ def is_complete(content: dict[str, Any]) -> bool:
 
 
 def user_metrics(records: list[dict[str, Any]]) -> list[str]:
-    """Return the names of the metrics in metrics.jsonl that your code adds, sorted."""
+    """Return the sorted names of the metrics that the user's code adds to metrics.jsonl."""
     names = set[str]()
     for record in records:
         for name in record:
@@ -252,13 +260,13 @@ def flag(setting: str) -> str:
 
 
 def advise(stage: Stage, text: str) -> None:
-    """Add advice to a stage, even if all checks pass, and print it."""
+    """Print advice and add it to the stage's result; unlike advice of a check, it always stays."""
     stage.advice.append(text)
     print(f"  -> {text}", flush=True)
 
 
 def recommend(stage: Stage, setting: str, value: Any, factor: Interval | None = None) -> None:
-    """Recommend a setting to later stages and to the user; `factor` is its speedup."""
+    """Recommend a setting to later stages and to the user; `factor` is its speedup, if measured."""
     reason = stage.name
     if factor:
         reason += f": {factor} times as fast"
@@ -299,14 +307,14 @@ def typed_settings(arguments: list[str]) -> set[str]:
             option = word[2:].partition("=")[0]
             settings.add(option.replace("-", "_"))
     file = config_file(arguments)
-    # The config.json of a run has all settings, so it does not tell which ones the user has set.
+    # The config.json of a run has all settings, so it does not show which ones the user has set.
     if file and file.suffix == ".toml":
         settings |= read_toml(file).keys()
     return settings
 
 
 def config_file(arguments: list[str]) -> Path | None:
-    """Return the file that a command line gives by --config."""
+    """Return the file that a command line names with --config, or None."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument("--config", type=Path)
     given, _ = parser.parse_known_args(arguments)
@@ -316,8 +324,8 @@ def config_file(arguments: list[str]) -> Path | None:
 def measure_together(given: StageConfig, final: StageConfig, taken: Recommendations) -> str:
     """Time the recommended settings against the given ones; return the status.
 
-    Writes workflow/recommended.json, and recommended.toml if these settings are not slower. Without
-    any recommendation, there is no recommended.toml.
+    Writes workflow/recommended.json. If there are recommendations, also writes recommended.toml,
+    unless they made steps slower.
     """
     stage = Stage(RECOMMENDED, final)
     file = stage.file.with_suffix(".toml")
@@ -325,13 +333,14 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
     stage.figures |= {"file": str(file), "settings": texts}
     passed: bool | None = True
     measured = "no faster settings than yours were found"
-    # The interval between saves does not change steps: if only it is recommended, nothing is timed.
+    # The interval between saves does not change how long a step takes. If no other setting is
+    # recommended, there is nothing to time.
     if any(not setting.startswith("checkpoint.") for setting in taken):
         passed, measured = compare_speed(stage, given, final)
     uncompiled = "compile.mode" in taken and taken["compile.mode"].value == "none"
     if passed is False and uncompiled:
-        # The stage `compile` advises against compiling for reasons other than the time of a step:
-        # other numbers, too many recompiles, or a compile that this run does not earn back.
+        # The user's settings compile, so their steps are faster. But the stage `compile` found a
+        # reason not to compile: the losses differ, for example, or this run is too short for it.
         passed = True
         measured += ", without compiling, as the stage compile advises"
     wanted = "not slower than your settings"
@@ -349,9 +358,10 @@ def measure_together(given: StageConfig, final: StageConfig, taken: Recommendati
 
 
 def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple[bool | None, str]:
-    """Time steps with both settings; return whether `final` is not slower, and the measurement.
+    """Time steps with both settings; return whether `final` passes, and a text for the check.
 
-    The first value is None if the measurement is inconclusive.
+    `final` passes (True) unless it is slower (False). The result is None if the measurement is
+    inconclusive or has failed.
     """
     print("     your settings and the recommended ones, interleaved ...", flush=True)
     try:
@@ -369,15 +379,15 @@ def compare_speed(stage: Stage, given: StageConfig, final: StageConfig) -> tuple
 
 
 def write_toml(path: Path, given: StageConfig, taken: Recommendations) -> None:
-    """Write settings that differ from the defaults, with reasons, for `train --config`."""
-    # Not from the settings of the stages: `on_disk` has removed the object store from them.
+    """Write settings that differ from the defaults as TOML, with reasons for recommended ones."""
+    # Start from `given`. `on_disk` may have removed an object store from the stages' settings.
     config = override(given, values_of(taken))
     defaults = dict(flatten(to_json(preset("", StageConfig))))
     lines = ["# Settings that the workflow recommends, on top of the defaults."]
     for name, value in flatten(to_json(config)):
         section = name.partition(".")[0]
         # TOML has no null.
-        if section in NOT_TRAINED or value is None or value == defaults.get(name):
+        if section in LEFT_OUT_OF_TOML or value is None or value == defaults.get(name):
             continue
         line = f"{name} = {json.dumps(value, ensure_ascii=False)}"
         if name in taken:
@@ -393,14 +403,16 @@ def time_steps(configs: dict[str, StageConfig]) -> dict[str, list[float]]:
     """
     first = next(iter(configs.values()))
     world = join(first.parallel, first.device)
-    # With `dynamic=None`, torch.compile makes a size dynamic when it sees a second value. Then the
-    # second configuration would be compiled differently from the first. So None becomes False.
+    # With `dynamic=None`, torch.compile makes a size dynamic when it sees a second value of that
+    # size. Then the second of two micro-batch sizes would be compiled differently from the first.
+    # So None becomes False.
     dynamic = {"compile.dynamic": bool(first.compile.dynamic)}
     states = {name: setup(override(config, dynamic), world) for name, config in configs.items()}
     ways = {name: with_loader(state) for name, state in states.items()}
-    # The first steps compile, so take two steps before the timing.
+    # The first steps may compile, so take two steps before the timing.
     for take_steps in ways.values():
         take_steps(2)
-    # Workers deliver batches in bursts, so the steps in a window are a multiple of their number.
+    # Loader workers deliver batches in bursts: 4 workers, 4 batches. So the number of steps in a
+    # window must be a multiple of the number of workers of each configuration.
     workers = [max(1, config.train.loader_workers) for config in configs.values()]
     return time_interleaved(ways, multiple=math.lcm(*workers))

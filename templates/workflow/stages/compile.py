@@ -1,8 +1,8 @@
 """Check torch.compile for graph breaks, recompiles, numerics and speed: the compile stage.
 
 Each mode is measured in a new process with an empty compile cache (compile_trial.py). With
-inductor, a second process then measures how long compiling takes with the cache of the first. This
-module evaluates the results.
+inductor, a second process then measures how long compiling takes with the cache that the first
+process has filled. This module evaluates the results.
 """
 
 import math
@@ -21,14 +21,14 @@ from .processes import run_task
 from .stage import Stage
 from .timing import describe, spread, steps_of_run
 
-# FSDP's hooks break the graph of a whole model.
+# If the model is sharded, FSDP's hooks break the graph of the whole model: compile only blocks.
 MODES = ("blocks",) if parallel.SHARDED else ("blocks", "full")
 # Time limit in seconds of a process that compiles and measures one mode.
 TIMEOUT = 1800.0
-# Errors that only show what is not installed here: a C++ compiler, Triton or Python's headers.
+# Errors that do not concern the model: a C++ compiler, Triton or Python's headers are missing here.
 NO_COMPILER = re.compile("InvalidCxxCompiler|TritonMissing")
 NO_HEADERS = "Python.h: No such file"
-# The maximum number of printed findings per check; the stage's file has all.
+# The maximum number of findings to print for a check; the stage's JSON has all of them.
 SHOWN = 6
 
 FINDINGS_ADVICE = (
@@ -63,20 +63,21 @@ def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
     result: ModeResult = {}
     try:
         result = run_task("compile_trial", folder, "cold", seconds=TIMEOUT, **environment)
-        # Only a mode that was compiled has "graphs". Other backends have no cache to measure.
+        # Only the result of a mode that was compiled has "graphs". Only inductor has a cache.
         if "graphs" in result and config.compile.backend == "inductor":
             warm = run_task("compile_trial", folder, "warm", seconds=TIMEOUT, **environment)
-            # The result is {"seconds": …}, or {"error": …} or {"refused": …}.
+            # `warm` is {"seconds": …}, {"error": …} or {"refused": …}.
             if "seconds" in warm:
                 result["compile_seconds"]["warm"] = warm["seconds"]
             else:
                 result |= warm
     except RankError as error:
-        # The process crashed or took too long. The first line of the error says which, and the
-        # second begins what it printed. Checks show only the first line, so join the two.
+        # The process crashed or took too long; the first line of the error says which. From the
+        # second line on, the error quotes the output of the process. Checks show only the first
+        # line, so join the two lines.
         result["error"] = str(error).replace("\n  ", ": ", 1)
     if "refused" in result:
-        # The project itself refuses these settings, which is not a finding about the compiler.
+        # The project itself refuses these settings, so this says nothing about the compiler.
         raise UserError(result["refused"])
     return result
 
@@ -98,13 +99,16 @@ def judge(stage: Stage, modes: dict[str, ModeResult]) -> None:
 
 
 def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
-    """Check that every mode compiles and runs, cold and warm; not measured without a compiler."""
+    """Check that every mode compiles and runs, with an empty cache (cold) and a filled one (warm).
+
+    The check is not measured if no compiler is installed.
+    """
     outcomes: list[str] = []
     errors: list[str] = []
     for mode, result in modes.items():
         if "error" in result:
             errors.append(f"{mode}: {result['error']}")
-        # Not elif: a mode that compiled cold but failed warm is in both lists.
+        # Not `elif`: a mode that compiled cold but failed warm has both "error" and "graphs".
         if "skipped" in result:
             outcomes.append(f"{mode}: not tried, {result['skipped']}")
         elif "graphs" in result:
@@ -174,7 +178,7 @@ def describe_findings(compiled: dict[str, ModeResult], name: str) -> str:
 def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
     """Check that the losses and gradients of compiled steps are close to those of eager ones."""
     differing: list[str] = []
-    # Dtype and device decide which limits apply, so they are the same for all modes.
+    # The limits depend only on the dtype and the device, so all modes have the same limits.
     limits = PRECISE
     texts: list[str] = []
     for mode, result in compiled.items():
@@ -210,9 +214,9 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
         result["step_seconds"] = step_seconds
         result["paid_after"] = None
         if verdict == "faster":
-            # An eager step takes `speedup` times as long as a compiled one.
+            # An eager step takes `speedup.value` times as long as a compiled one.
             saved_per_step = step_seconds["median"] * (speedup.value - 1)
-            # The number of steps after which the first compile has paid off.
+            # After this number of steps, the first compile has paid off.
             cold = result["compile_seconds"]["cold"]
             result["paid_after"] = math.ceil(cold / saved_per_step)
         if verdict == TOO_NOISY:
@@ -246,16 +250,17 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
         if given == "none":
             recommend(stage, "compile.mode", best, speedup)
         elif best != given:
-            # The speedup is relative to eager steps, not to the mode that was given.
+            # Leave out the speedup, since it is relative to eager steps, not to the given mode.
             recommend(stage, "compile.mode", best)
         return
-    # Do not advise against compiling while a mode may still prove faster. If no mode has a problem,
-    # advise only if the stage has passed: it has not, for example, if all modes were skipped.
+    # Do not advise against compiling if a measurement was too noisy, since that mode may be faster.
+    # If no mode has a problem, "no mode is faster" is true only if the stage has passed: it has
+    # not if all modes were skipped, for example.
     undecided = any(result.get("verdict") == TOO_NOISY for result in modes.values())
     if not undecided and (problems or stage.status == "pass"):
         reasons = "; ".join(f"{mode}: {problem}" for mode, problem in problems.items())
         advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
-    # FSDP compiles blocks when it is asked for the full model.
+    # If the model is sharded, --compile.mode full compiles blocks, too (compile_model).
     mode_used = "blocks" if given == "full" and parallel.SHARDED else given
     if mode_used in problems:
         recommend(stage, "compile.mode", "none")
@@ -265,7 +270,8 @@ def best_of(faster: list[str], modes: dict[str, ModeResult]) -> str:
     """Return the best of the modes that are faster than eager steps."""
     if len(faster) == 1:
         return faster[0]
-    # Blocks compile sooner, so the whole model must be significantly faster.
+    # Blocks take less time to compile. So choose the whole model only if its interval is above that
+    # of blocks.
     if modes["full"]["speedup"]["low"] > modes["blocks"]["speedup"]["high"]:
         return "full"
     return "blocks"

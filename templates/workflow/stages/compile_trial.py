@@ -1,8 +1,8 @@
 """Compile the run's model and compare it with eager steps: the tasks of the compile stage.
 
-`python -m` this module FOLDER TASK reads FOLDER/settings.json and writes FOLDER/TASK.json. The task
-`cold` compiles with an empty compile cache, the task `warm` with the cache that `cold` has left.
-Each runs in a new process.
+The arguments are FOLDER and TASK. A task reads FOLDER/settings.json and writes FOLDER/TASK.json.
+The task `cold` compiles with an empty compile cache, the task `warm` with the cache that `cold` has
+filled. Each task runs in a new process.
 """
 
 import gc
@@ -32,9 +32,11 @@ from .timing import record_steps
 
 # The number of compiled steps that are compared with eager steps.
 STEPS = 5
-# Allowed relative differences of a loss, and of all gradients as one vector, in pure float32.
+# Allowed relative differences between compiled and eager steps in pure float32: of a loss, and of
+# all gradients as one vector.
 PRECISE = {"loss": 1e-4, "gradients": 1e-2}
-# The same with bf16 or TF32, where fused code rounds less often.
+# With bf16 or TF32, more is allowed, since eager code rounds intermediate values more often than
+# fused code.
 ROUNDED = {"loss": 1e-2, "gradients": 1e-1}
 
 # The measurements of one mode, as the tasks write them to JSON.
@@ -42,7 +44,7 @@ ModeResult = dict[str, Any]
 
 
 class Finding(TypedDict):
-    """The location in the code of a graph break or a failed guard, and the reason."""
+    """A graph break, recompile or recompile limit: its location in the code, and the reason."""
 
     where: str
     reason: str
@@ -65,7 +67,7 @@ def main() -> None:
 
 
 def attempt(task: str, config: Config) -> ModeResult:
-    """Measure in this process; return an error of the compiler or the model as a result."""
+    """Run a task and return its result; an error of the compiler or the model is a result, too."""
     try:
         if task == "cold":
             return cold(config)
@@ -79,7 +81,7 @@ def attempt(task: str, config: Config) -> ModeResult:
 
 
 def cold(config: Config) -> ModeResult:
-    """Compile with an empty cache; compare numerics and speed with eager steps."""
+    """Take eager and compiled steps, with an empty cache; compare their numerics and speed."""
     world = join(config.parallel, config.device)
     state = setup(override(config, {"compile.mode": "none"}), world)
     if config.compile.mode == "blocks" and not list(blocks(state.model)):
@@ -91,20 +93,20 @@ def cold(config: Config) -> ModeResult:
     gc.collect()
     state = setup(config, world)
     compiled = first_steps(state)
-    # Read the compiler's records before the timing, which compiles as well.
+    # Read the compiler's records now, since the timing below may compile again.
     result: ModeResult = {
         "compile_seconds": {"cold": compile_seconds(), "warm": None},
         "graphs": graphs(),
         **findings(),
     }
     result["windows"] = time_windows(state)
-    # On a GPU, products of float32 may use TF32.
+    # On a GPU, products of float32 may be computed in TF32, which is less precise.
     result["precise"] = state.compute_dtype == torch.float32 and world.device.type == "cpu"
     del state
     result["difference"] = difference(eager, compiled)
     if differs(result) and config.compile.backend == "inductor":
-        # Inductor may draw other random numbers than eager mode, so dropout has other masks.
-        # Compile and compare again with the same random numbers.
+        # Inductor may draw other random numbers than eager mode, so that dropout has other masks.
+        # With `fallback_random` it draws the same ones, so compile and compare again.
         torch.compiler.reset()
         with fresh_cache(), inductor.patch(fallback_random=True):
             compiled = first_steps(setup(config, world))
@@ -115,7 +117,7 @@ def cold(config: Config) -> ModeResult:
 def first_steps(state: State) -> FirstSteps:
     """Take the first steps of a run."""
     losses = record_steps(state, STEPS - 1).losses
-    # A step clears the gradients at its end; the last step must keep them.
+    # A step clears the gradients at its end. Disable this for the last step, to read them.
     with patch.object(state.optimizer, "zero_grad"):
         last_loss = record_steps(state, 1).losses
     gradients = [p.grad.cpu() for p in state.model.parameters() if p.grad is not None]
@@ -125,8 +127,8 @@ def first_steps(state: State) -> FirstSteps:
 
 
 def difference(eager: FirstSteps, compiled: FirstSteps) -> dict[str, float]:
-    """Return the relative differences of losses (the largest), and of gradients as one vector."""
-    # A loss may be exactly zero in both modes, so avoid 0 / 0.
+    """Return the largest relative difference of a loss, and that of all gradients as one vector."""
+    # A loss may be exactly 0 in both. The lower bound avoids 0 / 0.
     magnitude = np.maximum(np.abs(eager.losses), 1e-12)
     loss_difference = (np.abs(compiled.losses - eager.losses) / magnitude).max()
     gradient_differences: list[torch.Tensor] = []
@@ -153,14 +155,17 @@ def differs(result: ModeResult) -> bool:
 def time_windows(state: State) -> dict[str, list[float]]:
     """Return the seconds per step in interleaved windows of eager and compiled steps."""
     compiled = without_loader(state)
-    # Under "force_eager", torch.compile's wrapper runs the eager code. The wrapper itself slows a
-    # short step down by about 2 %.
+    # With the stance "force_eager", torch.compile's wrapper runs the model's eager code. The
+    # wrapper remains, and makes a short eager step about 2 % slower than it would be without.
     eager = torch.compiler.set_stance("force_eager")(compiled)
     return time_interleaved({"eager": eager, "compiled": compiled})
 
 
 def findings() -> dict[str, list[Finding]]:
-    """List graph breaks, once per location, all recompiles, and recompile limits that were hit."""
+    """Return three lists: graph breaks, recompiles, and recompile limits that were reached.
+
+    A location has at most one graph break in the list, even if it broke several graphs.
+    """
     breaks = graph_breaks()
     recompiles: list[Finding] = []
     limits_hit: list[Finding] = []
@@ -177,6 +182,7 @@ def findings() -> dict[str, list[Finding]]:
             limits_hit.append(failed_guard(entry))
         elif entry.recompile_reason:
             recompiles.append(failed_guard(entry))
+    # A graph break without a location counts once per reason.
     by_location: dict[str, Finding] = {}
     for graph_break in breaks:
         by_location[graph_break["where"] or graph_break["reason"]] = graph_break
@@ -188,14 +194,14 @@ def findings() -> dict[str, list[Finding]]:
 
 
 def graph_breaks() -> list[Finding]:
-    """List the graph breaks that torch counted, at the innermost line outside of torch."""
+    """List the graph breaks that torch counted, each at the innermost line outside of torch."""
     breaks: list[Finding] = []
     for entry in dynamo.graph_break_reasons:
         # torch calls a branch on the value of a tensor "generic_jump".
         reason = entry.reason.replace("generic_jump", "Data-dependent branching:")
         frames = list(entry.user_stack)
         outside = [frame for frame in frames if not frame.filename.startswith(torch.__path__[0])]
-        # If all frames are in torch, show the innermost of them.
+        # If all frames are inside torch, the location is the innermost of them.
         if outside:
             frames = outside
         if frames:
@@ -207,7 +213,7 @@ def graph_breaks() -> list[Finding]:
 
 
 def failed_guard(entry: dynamo.CompilationMetrics) -> Finding:
-    """Return the guard that caused a recompile, and the line of code that it guards."""
+    """Return the guard whose failure caused a recompile, at the line of code that it guards."""
     path = entry.co_filename
     line = entry.co_firstlineno
     # The text is "ID: GUARD    # line of code # file:line", then the stack of the user's code.

@@ -1,7 +1,7 @@
 """Train a short run, kill it, load its checkpoints and time saves: tasks of the checkpoint stage.
 
-`python -m` this module FOLDER TASK runs a task in one process or, under torchrun, on several ranks.
-It reads FOLDER/settings.json, uses the run FOLDER/run and writes FOLDER/TASK.json.
+The arguments are FOLDER and TASK. A task runs in one process or, under torchrun, on several ranks.
+It reads FOLDER/settings.json, uses the run directory FOLDER/run and writes FOLDER/TASK.json.
 """
 
 import logging
@@ -31,13 +31,13 @@ from .timing import record_steps, spread
 
 # The time at which this process had imported torch and the package.
 IMPORTED = time.time()
-# Steps of the short run, and steps between its saves.
+# The number of steps of the short run, and of steps between its saves.
 STEPS = 12
 EVERY = 3
-# For timing: the number of steps without a save, and of saves.
+# To time saves: the number of steps without a save, which are the reference, and of saves.
 QUIET_STEPS = 16
 SAVES = 6
-# Steps that are trained during a save, as a multiple of those that fit into the first save.
+# The number of steps trained during each later save, relative to those that fit into the first.
 SAVE_MARGIN = 1.5
 # The fingerprint of each tensor by name.
 Digests = dict[str, str]
@@ -49,7 +49,8 @@ def main(words: list[str]) -> int:
     task = words[1]
     settings = read_json(folder / "settings.json")
     changes = {"run_dir": folder / "run"}
-    # `load` leaves out --init-from and its settings. The short run starts from the same weights.
+    # The short run starts from the same weights as this run. `load` leaves out --init-from and its
+    # settings, so read them here.
     for name in ("init_from", "init_strict", "init_new"):
         changes[name] = settings[name]
     config = override(load(folder / "settings.json", StageConfig), changes)
@@ -70,7 +71,7 @@ def main(words: list[str]) -> int:
         except UserError as error:
             result = {"refused": str(error)}
             if world.size > 1:
-                # It may be an error of this rank only. Raise it, so that torchrun ends the others.
+                # Perhaps only this rank has the error. Raise it, so that torchrun ends the others.
                 if world.rank == 0:
                     write_json(folder / f"{task}.json", result)
                 raise
@@ -80,9 +81,10 @@ def main(words: list[str]) -> int:
 
 
 class Recorder:
-    """Callback that records times of a (re)start, and digests of restored and saved tensors.
+    """Callback that records times of a start or restart, and digests of restored and saved tensors.
 
-    With `kill_file`, it writes its records there and kills the run during the last save.
+    If there is a `kill_file`, the callback writes its records to this file during the last save,
+    and then kills the run.
     """
 
     def __init__(self, kill_file: Path | None) -> None:
@@ -116,7 +118,7 @@ class Recorder:
             self.digests[state.step] = digests_of(state, self.group)
 
     def kill_or_commit(self, reserved: str, manifest: dict[str, Any]) -> None:
-        """Publish a checkpoint, whose files are written; at the last step kill the run instead."""
+        """Publish a checkpoint whose files have been written, but kill the run at the last step."""
         if self.kill_file and manifest["step"] == STEPS:
             write_json(self.kill_file, {**self.result, "killed_at": time.time()})
             kill_run()
@@ -124,7 +126,7 @@ class Recorder:
 
 
 def kill_run() -> None:
-    """Kill this process and, if torchrun started it, torchrun, whose other ranks then end."""
+    """Kill this process. If torchrun started it, kill torchrun first, so that all ranks end."""
     if "RANK" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -133,16 +135,16 @@ def kill_run() -> None:
 def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
     """Restore the run into a model with other values; return step, digests and log messages.
 
-    With `timed`, it also returns the times of saves. If the settings are refused, it only returns
-    the reason.
+    If `timed`, also return the times of saves. If the project refuses the settings, return only the
+    reason.
     """
-    # A large capacity, since a full handler drops all records.
+    # The capacity is large, since the handler drops all records when it is full.
     log = BufferingHandler(1_000_000)
     logging.getLogger(PACKAGE).addHandler(log)
     try:
         state = setup(config, world)
         group = Group(world)
-        # Overwrite all values, so that a tensor that is not restored is noticed.
+        # Overwrite all values, so that the digests differ if a tensor is not restored.
         with torch.no_grad():
             for tensor in state.model.state_dict().values():
                 tensor.fill_(7)
@@ -177,17 +179,17 @@ class SaveTimes:
 
 
 def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
-    """Return the seconds of saves and of a restore on the slowest rank, and of a step on this one.
+    """Return the seconds of saves and of a restore on the slowest rank, and of a quiet step.
 
-    Training continues while a checkpoint is written, as in a run. The step is one without a save.
-    Only rank 0, which writes the result, knows the times of all ranks.
+    Training continues while a checkpoint is written, as in a run. A quiet step is one without a
+    save. Only the result on rank 0, which is written to the file, includes the other ranks.
     """
     checkpointer = resume(state, run_dir, group)
     # The first step warms up, so it does not count.
     quiet = record_steps(state, QUIET_STEPS).seconds[1:]
     times = save_and_restore(state, checkpointer, group)
     ranks: list[SaveTimes] = group.gather(times)
-    # Axis 0 is the rank, so the maximum of each save is that of its slowest rank.
+    # Rows are ranks and columns are saves. The maximum of a column is that save's slowest rank.
     return {
         "blocked_seconds": spread(np.max([rank.blocked for rank in ranks], axis=0)),
         "save_seconds": spread(np.max([rank.published for rank in ranks], axis=0)),
@@ -200,8 +202,9 @@ def time_saves(state: State, run_dir: Path, group: Group) -> dict[str, Any]:
 def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> SaveTimes:
     """Save several times while training continues, and restore once; return the times of this rank.
 
-    The first save is followed by one step, and each later one by SAVE_MARGIN times the steps that
-    fit into the first one. All are compared with steps just before them.
+    One step is trained during the first save. During each later save, SAVE_MARGIN times the steps
+    that fit into the first one are trained. The cost of a save is relative to quiet steps just
+    before it.
     """
     publish_times = note_publish_times(checkpointer)
     blocked = np.zeros(SAVES)
@@ -215,20 +218,22 @@ def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> 
         blocked_before = checkpointer.blocked_seconds
         checkpointer.save(state.step)
         train_for(state, steps)
-        # Before `settle`, whose wait would count, too: a run would train instead of waiting.
+        # Read this before `settle`, which adds its wait. A run would train instead of waiting here.
         blocked[save] = checkpointer.blocked_seconds - blocked_before
         checkpointer.settle()
         seconds = time.perf_counter() - began
         published[save] = publish_times[-1] - began
-        # The extra time includes the blocked time, but noise could make it smaller.
+        # The cost is the time beyond that of the same number of quiet steps. It includes the
+        # blocked time, so any smaller value is noise.
         cost[save] = max(seconds - steps * seconds_per_step, blocked[save])
         if save == 0:
             in_background = published[0] - blocked[0]
-            # Later saves take longer, since training continues meanwhile. So train for longer.
-            steps_here = 1 + math.ceil(SAVE_MARGIN * in_background / seconds_per_step)
-            # All ranks must take the same number of steps, but `gather` returns all values only on
-            # rank 0.
-            steps = max(group.broadcast(group.gather(steps_here)))
+            # Later saves take longer than the first, since more steps are trained during them.
+            # SAVE_MARGIN is for this extra time.
+            steps_of_rank = 1 + math.ceil(SAVE_MARGIN * in_background / seconds_per_step)
+            # All ranks must take the same number of steps. Only rank 0 gets the numbers of all
+            # ranks from `gather`, so it broadcasts them.
+            steps = max(group.broadcast(group.gather(steps_of_rank)))
     began = time.perf_counter()
     checkpointer.restore()
     restored = time.perf_counter() - began
@@ -243,7 +248,7 @@ def save_and_restore(state: State, checkpointer: Checkpointer, group: Group) -> 
 
 
 def note_publish_times(checkpointer: Checkpointer) -> list[float]:
-    """Return a list to which the time is added whenever a checkpoint has been published."""
+    """Return a list of times, still empty; each `publish` from now on appends when it is done."""
     times: list[float] = []
     publisher: Any = checkpointer.publisher
     publish = publisher.publish
@@ -269,8 +274,8 @@ def train_for(state: State, steps: int) -> float:
 def digests_of(state: State, group: Group) -> Digests:
     """Return the fingerprint of each full (unsharded) tensor of model and optimizer; collective.
 
-    If ranks have different values, rank 0, which gathers them, returns all their fingerprints in
-    one text, which differs from the text of any single one.
+    If ranks have different values of a tensor, rank 0 returns a text with all their fingerprints.
+    This text differs from any single fingerprint, so the stage notices it.
     """
     assert state.checkpointer
     digests: Digests = {}

@@ -1,7 +1,8 @@
 """Run the training loop as one rank of many on fake tensors, which have shapes but no data.
 
-So a laptop can simulate a step of a model that does not fit into its memory. Functions that use
-other kernels on a GPU than on a CPU, and those that need values or other ranks, are replaced.
+So a laptop can simulate a step of a model that does not fit into its memory. Two kinds of functions
+are replaced: those that use other kernels on a GPU than on a CPU, and those that need values of
+tensors, other ranks or another device.
 """
 
 import contextlib
@@ -23,8 +24,8 @@ from ..config import Config
 from ..distributed import World, parallel
 from .meter import Meter
 
-# Functions that the replacements below call. `patch_loop` replaces the first one itself, so the
-# original is kept here.
+# The replacements below call these functions. `patch_loop` replaces the first one in torch, so keep
+# a reference to the original.
 CPU_ATTENTION = F.scaled_dot_product_attention
 CPU_DROPOUT = torch.native_dropout
 
@@ -40,7 +41,7 @@ def attention(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: 
 def rms_norm(
     input: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None
 ) -> Tensor:
-    """Apply a layer norm, which saves as much for backward as a GPU's RMSNorm kernel."""
+    """Apply a layer norm instead: it saves as much for backward as a GPU's RMSNorm kernel."""
     return F.layer_norm(input, shape, weight)
 
 
@@ -55,7 +56,7 @@ def dropout(
 
 
 def in_float32(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Wrap a function to run in float32 under autocast, as on CUDA but not on a CPU."""
+    """Make a function run in float32 under autocast, as it does on CUDA but not on a CPU."""
 
     def cast_and_call(x: Tensor, *rest: Any, **options: Any) -> Tensor:
         if torch.is_autocast_enabled("cpu"):
@@ -77,7 +78,8 @@ ON_GPU: dict[str, Callable[..., Tensor]] = {
 }
 
 
-# Replacements for functions of the loop that need values, other ranks or another device.
+# The next four functions replace functions of the loop that need values, other ranks or another
+# device.
 
 
 def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
@@ -87,7 +89,7 @@ def build_at_once(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
 def accept_step(sums: Tensor, norm: Tensor, ranks: int, clip: float) -> tuple[float, Tensor, bool]:
     """Judge a step as good, since fake tensors have no values to check."""
-    # Like `judge_step`: the factor for gradients, their norm, and whether the step is bad.
+    # As in `judge_step`: the factor for gradients, their norm, and whether the step is bad.
     return 1.0, norm, False
 
 
@@ -97,12 +99,12 @@ def stay(module: nn.Module, *arguments: Any, **options: Any) -> nn.Module:
 
 
 def do_nothing(*arguments: Any) -> None:
-    """Do nothing, in place of a check of values or an agreement with other ranks."""
+    """Do nothing, instead of checking values or comparing with other ranks."""
 
 
 def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> None:
     """Replace functions that cannot run on fake tensors, until the stack closes."""
-    # Build the datasets before tensors are fake, since that needs values.
+    # Build the datasets now, while tensors are still real: a dataset may read their values.
     datasets = loop.build_datasets(config)
     resize = torch.UntypedStorage.resize_
 
@@ -119,7 +121,7 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
 
     replace(loop, "build_datasets", prepared_datasets)
     replace(loop, "judge_step", accept_step)
-    # These read values.
+    # The originals read values.
     replace(loop, "check_loss", do_nothing)
     replace(loop, "check_counted", do_nothing)
     # Some losses allow only one micro-batch per rank. This check would refuse the smaller sizes,
@@ -128,12 +130,13 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
     # The loop's annotations for traces tell the meter the current phase.
     replace(loop, "annotated", meter.annotated)
     replace(parallel, "build", build_at_once)
-    # These compare this rank with the others, which do not exist.
+    # The originals compare this rank with the others, which do not exist.
     replace(loop, "require_same_model", do_nothing)
     replace(loop, "require_same_optimizer", do_nothing)
     replace(parallel, "require_same", do_nothing)
     replace(parallel, "agree_on_buffers", do_nothing)
-    # FSDP frees gathered weights with this method, without an operator that the meter sees.
+    # FSDP frees gathered weights with this method. The meter would not see this, since it sees only
+    # operators.
     replace(torch.UntypedStorage, "resize_", resize_and_count)
     replace(nn.Module, "to", stay)
     for name, replacement in ON_GPU.items():
@@ -146,8 +149,8 @@ def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world.size)
     stack.callback(dist.destroy_process_group)
-    # Only FSDP's parallel.py has `build_mesh`. Call it before tensors are fake, since it reads the
-    # values of a tensor of ranks.
+    # Only FSDP's parallel.py has `build_mesh`. Call it now, while tensors are still real, since it
+    # reads the values of a tensor of ranks.
     mesh = vars(parallel)["build_mesh"](config.parallel, world)
 
     def prepared_mesh(*arguments: Any) -> Any:
@@ -160,8 +163,8 @@ def join_fake_ranks(stack: contextlib.ExitStack, config: Config, world: World) -
 def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
     """Set up one rank of `ranks` and yield its state; all new tensors in the block are fake.
 
-    With FSDP it is a rank of a fake process group. With DDP it runs as a single process: a rank of
-    DDP computes the same, and differs only in how long it keeps gradients.
+    With FSDP, it is a rank of a fake process group. With DDP, it is a single process without DDP,
+    which computes the same as a rank of DDP and is made to keep its gradients as long.
     """
     sharded = parallel.SHARDED and ranks > 1
     size = 1
@@ -191,7 +194,7 @@ def read_batch(state: loop.State) -> Any:
     """Read the first micro-batch of step 0; return it as fake tensors."""
     step = 0
     first_micro_batch = state.plan[0]
-    # Read it outside the fake mode and the meter, so that the real batch is not counted.
+    # Suspend the fake mode and the meter, so that the batch is real and is not counted.
     with _disable_current_modes():
         batch = state.loader.source[step, first_micro_batch]
     # In the fake mode, the clone of a real tensor is fake.

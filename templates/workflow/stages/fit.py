@@ -2,9 +2,10 @@
 
 The project's own setup and step run as one rank of many on fake tensors (fake_tensors.py). A
 dispatch mode sees every operator, and every tensor from its creation until it is freed (meter.py).
-The speed comes from a roofline model (Williams et al., 2009): an operator takes the time of its
-FLOPs or of its bytes, whichever is longer, at rates that real kernels reach. Communication overlaps
-with computation, so it counts only if it takes longer than all computation.
+The speed comes from a roofline model (Williams et al., 2009): an operator takes the time for its
+FLOPs or for the bytes that it reads and writes, whichever is longer, at rates that real kernels
+reach. Communication overlaps with computation, so it counts only if it takes longer than all
+computation.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from .processes import named, refusal
 from .stage import PACKAGE
 
 GPUS_PER_MACHINE = 8
-# The fraction of a GPU's memory for counted tensors; the rest is for memory that is not counted.
+# The fraction of a GPU's memory that counted tensors may use; `fit` does not count everything.
 USABLE_MEMORY = 0.9
 # Bandwidth to other machines: one 400 Gb/s port per GPU, as is usual for H100 machines.
 NETWORK_GIGABYTES_PER_SECOND = 50.0
@@ -82,7 +83,7 @@ def like_a_gpu(config: FitConfig, ranks: int) -> FitConfig:
     """Return settings with which a CPU simulates the step of a GPU."""
     changes: dict[str, Any] = {"ranks": ranks, "compile.mode": "none", "device": "cpu"}
     # With --parallel.replicate 0 (HSDP), each machine has a copy of the model. This process cannot
-    # count the machines, so derive their number from that of the ranks.
+    # count the machines, so derive their number from the number of ranks.
     if getattr(config.parallel, "replicate", 1) == 0:
         changes["parallel.replicate"] = max(1, ranks // GPUS_PER_MACHINE)
     # On a CPU, "auto" would choose float32.
@@ -107,7 +108,7 @@ def foretold(config: Config, ranks: int) -> int:
 
 
 def powers_of_two(most: int) -> list[int]:
-    """Return 1, 2, 4 ... and `most`."""
+    """Return the powers of two below `most`, followed by `most`: for 6, these are 1, 2, 4 and 6."""
     sizes = []
     size = 1
     while size < most:
@@ -119,9 +120,10 @@ def powers_of_two(most: int) -> list[int]:
 def measure(
     config: FitConfig, meter: Meter, sizes: Sequence[int] = ()
 ) -> Iterator[tuple[int, State]]:
-    """Count a step for each micro-batch size; yield the size and the state after the step.
+    """Run a step for each micro-batch size; yield the size and the state after the step.
 
-    The default `sizes` are 1, 2, 4 ... up to all samples of a rank in one micro-batch.
+    When a size is yielded, `meter` has the costs of its step. The default `sizes` are 1, 2, 4 ...
+    up to all samples of a rank in one micro-batch.
     """
     samples_per_rank = math.ceil(config.train.global_batch_size / config.ranks)
     if not sizes:
@@ -129,21 +131,21 @@ def measure(
     meter.reduces_each_micro_batch = parallel.reduces_each_micro_batch(config.parallel)
     with one_rank(config, config.ranks, meter) as state:
         if parallel.SHARDED:
-            # At the first use of each operator, DTensor runs it on tensors of the full size to find
-            # their shapes. So that this is not counted, take a step before counting.
+            # When an operator is first used, DTensor also runs it on full-size tensors to find the
+            # shape of its result. To leave this out of the counts, take a step before counting.
             state.plan = [MicroBatch(slice(0, sizes[-1]), 1.0)]
             meter.begin(repeats=1.0)
             train_step(state, [read_batch(state)])
         batch_norm = any(isinstance(module, _BatchNorm) for module in state.model.modules())
         for size in sizes:
             # Batch normalization may fail on a single sample. So skip size 1, unless it is the only
-            # one.
+            # size.
             if batch_norm and size == 1 and len(sizes) > 1:
                 continue
-            # The last micro-batch may be smaller, so this need not be an integer.
+            # 10 samples in micro-batches of 4 are 2.5 micro-batches: the last one is smaller.
             micro_batches = samples_per_rank / size
-            # The second micro-batch adds to the gradients of the first. Later ones are like the
-            # second, so they are counted without being run.
+            # Run at most two micro-batches: the second adds its gradients to those of the first,
+            # and later ones would do the same. `repeats` scales the counts to all micro-batches.
             count = min(2, math.ceil(micro_batches))
             state.plan = [MicroBatch(slice(0, size), 1.0)] * count
             batch = read_batch(state)
@@ -153,7 +155,7 @@ def measure(
 
 
 def describe_memory(meter: Meter, state: State) -> str:
-    """Describe the memory at the peak, and how much a rank sends."""
+    """Describe what a rank's memory holds at the peak, and how much the rank sends."""
     weights = sum(parallel.local_part(weight).nbytes for weight in state.model.parameters())
     optimizer = 0
     for values in state.optimizer.state.values():
@@ -171,7 +173,7 @@ def sent_by(meter: Meter, state: State) -> float:
     if state.world.size > 1:
         sent = meter.cost["sent"]
     else:
-        # DDP itself is not run here. It all-reduces the gradients, which sends them twice.
+        # DDP itself is not run here. It would all-reduce the gradients, which sends them twice.
         sent = 2 * sum(p.nbytes for p in state.model.parameters() if p.requires_grad)
     # In a ring of n ranks, the data is divided into n chunks, and a rank sends all except one.
     ranks = cast(FitConfig, state.config).ranks
@@ -190,7 +192,8 @@ class Pace:
 def pace_of(seconds: dict[str, float], link: float, batch: int) -> Pace:
     """Return the speed of a step of `batch` samples.
 
-    `seconds` are those of its computation, by what limits them; `link` are those of communication.
+    `seconds` are the seconds of its computation, such as {"products": 0.2, "memory": 0.1}. The keys
+    name what limits the speed. `link` is the seconds of its communication.
     """
     computing = sum(seconds.values())
     if link > computing:
@@ -213,9 +216,9 @@ class Row:
 
 
 def preference(row: Row) -> tuple[bool, float, float, int, bool]:
-    """Return a sort key for which the best row is the largest: it fits, and is the fastest."""
+    """Return a sort key that is largest for the best row: the fastest one that fits."""
     eager = row.eager.samples_per_second
-    # Of two rows that are equally fast, the one that recomputes has no advantage.
+    # If two rows are otherwise equal, the one without recomputation is better.
     return row.fits, eager, row.compiled.samples_per_second, row.size, not row.recompute
 
 
@@ -231,8 +234,11 @@ class Target:
 
 
 def target_of(config: FitConfig, ranks: int = 1) -> Target:
-    """Return the GPU that `--device` names, as one of `ranks`; UserError if it is unknown."""
-    # These devices of `train` do not name a GPU model, so take the default.
+    """Return the GPU that `--device` names; UserError if it is unknown.
+
+    If there are more `ranks` than GPUs in a machine, the link is at most as fast as the network.
+    """
+    # `train` accepts these devices, but they do not name a GPU model. So take the default.
     names = {"auto": "H100", "cuda": "H100", "cpu": "H100"}
     for gpu in GPUS:
         names[gpu.lower()] = gpu
@@ -256,6 +262,7 @@ def choose_ranks(config: FitConfig) -> int:
     batch = config.train.global_batch_size
     ranks = config.ranks
     if ranks == 0:
+        # By default, use one machine, or one rank if the settings allow only that.
         ranks = min(GPUS_PER_MACHINE, batch)
         if refusal(config, ranks) and not refusal(config, 1):
             ranks = 1
@@ -273,9 +280,11 @@ def row_of(meter: Meter, state: State, target: Target, size: int) -> Row:
     settings = state.config.train
     # Seconds of the step's computation, by what limits them.
     products = meter.cost["products"]
-    eager = {"products": products}
-    for limit in ("memory", "kernels"):
-        eager[limit] = meter.cost[limit]
+    eager = {
+        "products": products,
+        "memory": meter.cost["memory"],
+        "kernels": meter.cost["kernels"],
+    }
     compiled = {"products": products, "memory": meter.cost["fused"]}
     link_seconds = sent_by(meter, state) / target.link
     return Row(
@@ -314,8 +323,8 @@ def print_row(row: Row) -> None:
 
 def training_command(row: Row, ranks: int, arguments: list[str]) -> str:
     """Return the command that trains with the best row; `arguments` are those of `fit`."""
-    # The parser removes options that only `fit` uses, and those that are set below. Each may also
-    # be spelled with underscores after the leading dashes, such as --device_memory.
+    # The parser removes options that only `fit` uses, and options that are set below. Users may
+    # also write an option with underscores after the leading dashes, such as --device_memory.
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for option in ("--ranks", "--device", "--device-memory", "--train.micro-batch-size"):
         spelling = option.replace("-", "_").replace("__", "--", 1)
@@ -348,14 +357,15 @@ def fit(config: FitConfig, arguments: list[str]) -> int:
     try:
         rows = print_rows(like_a_gpu(config, ranks), target)
     except (fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException):
-        # In training, the host would wait for the GPU at this point of every step.
+        # A step that reads a value, such as loss.item(), cannot run on fake tensors. In training,
+        # the host would wait for the GPU there in every step.
         raise UserError(
             "a step reads the value of a tensor, which has no value here: run "
             "`pytest -k reads_no_value` to find the line"
         ) from None
     best = max(rows, key=preference)
     if not best.fits:
-        # Nothing fits, so describe the row that needs the least memory.
+        # No row fits, so describe the one that needs the least memory.
         best = min(rows, key=lambda row: row.peak)
     print(f"peak with micro-batches of {best.size}: {best.memory}")
     print("not counted: fragmentation, CUDA's context, buffers of cuBLAS, cuDNN, NCCL and")

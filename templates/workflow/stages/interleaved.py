@@ -14,12 +14,12 @@ from ..train import State, train_step
 # The intended duration of a window of steps, and of all windows together (seconds).
 WINDOW = 0.2
 SECONDS = 6.0
-# Minimum and maximum number of windows for each way; six are needed for a 95 % interval.
+# Minimum and maximum number of windows for each way; a 95 % interval needs six.
 WINDOWS = (6, 15)
-# Maximum number of steps in a window.
+# Maximum number of steps in a window, before it is rounded up (`multiple` below).
 MOST_STEPS = 100
-# If an interval contains 1 (no speedup), and its ends differ by more than this factor, the result
-# is inconclusive.
+# A speedup is inconclusive if its interval contains 1 and is wide: the upper end is at least this
+# factor times the lower end.
 NOISE = 1.2
 TOO_NOISY = "too noisy to tell"
 # The number of global batches that `without_loader` reads in advance and then repeats.
@@ -44,12 +44,13 @@ class Interval(NamedTuple):
 def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[float]]:
     """Time the ways in alternating windows, so that other load affects all of them alike.
 
-    Returns the seconds per step of each window. A window has a multiple of `multiple` steps.
+    Returns, for each way, the seconds per step of each window. The number of steps in a window is
+    divisible by `multiple`.
     """
     # The seconds per step of the slowest way.
     slowest = 0.0
     for way in ways.values():
-        # The first call may warm something up, so the faster call counts.
+        # The first call may be slower, since it warms up. So take the faster one of two calls.
         first = way(multiple)
         second = way(multiple)
         slowest = max(slowest, min(first, second))
@@ -63,7 +64,7 @@ def time_interleaved(ways: dict[str, Way], multiple: int = 1) -> dict[str, list[
     rounds = min(max(rounds, fewest), most)
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds):
-        # Reverse the order in every other round, so that a way does not always follow the same one.
+        # Reverse the order in every other round, so that no way always runs after the same other.
         is_reversed = number % 2 == 0
         for name in sorted(ways, reverse=is_reversed):
             seconds[name].append(ways[name](steps))
@@ -77,15 +78,16 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     """
     ordered = np.sort(np.asarray(values, dtype=float))
     count = len(ordered)
-    # The number of values below the true median follows a binomial distribution, like heads in
-    # `count` throws of a coin. Leave out as many values at each end as possible, such that the
-    # true median is outside the interval with a probability of at most 5 %.
+    # Each value is below the true median with probability 1/2, so the values are like `count`
+    # throws of a coin, in which heads means "below". Leave out as many values at each end as
+    # possible, while the true median is outside the interval with a probability of at most 5 %.
     left_out = 0
-    # The number of outcomes with at most `heads` heads; all 2**count are equally likely.
+    # The number of outcomes with at most `heads` heads, out of 2**count equally likely outcomes.
     outcomes = 0
     for heads in range(count // 2):
         outcomes += math.comb(count, heads)
-        # Twice, since the true median may be below the interval or above it.
+        # If `heads` values are left out at each end, the true median is below the interval in these
+        # outcomes. It is above the interval in as many others, hence the factor 2.
         if 2 * outcomes > 0.05 * 2**count:
             break
         left_out = heads
@@ -97,9 +99,9 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
 
 
 def speedup_of(before: Sequence[float], after: Sequence[float]) -> tuple[Interval, str]:
-    """Return how many times as fast `after` is, and a verdict.
+    """Return the speedup from `before` to `after` with its interval, and a verdict.
 
-    Both arguments have the seconds per step of each window.
+    Both arguments have the seconds per step of each window, in pairs that were timed together.
     """
     speedup = median_interval(np.array(before) / np.array(after))
     if speedup.low > 1:
@@ -128,9 +130,9 @@ def without_loader(state: State) -> Way:
 def with_loader(state: State) -> Way:
     """Return a way to take steps as in training; loader workers end with each window.
 
-    Workers that kept running would read ahead during windows of another way. All workers deliver
-    their first batch at the same time. So a window shows the speed of training only if its number
-    of steps is a multiple of the number of workers.
+    If workers kept running, they would read ahead during windows of another way. All workers
+    deliver their first batch at the same time. So a window shows the speed of training only if its
+    number of steps is a multiple of the number of workers.
     """
 
     def take_steps(steps: int) -> float:
@@ -140,8 +142,8 @@ def with_loader(state: State) -> Way:
 
 
 def _seconds_per_step(state: State, read: Callable[[], list[Any]], steps: int) -> float:
-    """Time steps, after a first one without timing; `read` returns the micro-batches of a step."""
-    # Closing the loader stops its workers; `without_loader` starts none.
+    """Take one step, then time `steps` steps; `read` returns the micro-batches of a step."""
+    # Closing the loader stops its workers, if `read` has started any.
     with contextlib.closing(state.loader):
         # The first step starts the workers.
         train_step(state, read())

@@ -26,12 +26,13 @@ BANDWIDTH_SHARE = 0.85
 KERNEL_SECONDS = 2.5e-6
 # These factors were fitted to steps of a GPT-2-sized model on one H200, with this template's loop,
 # nanoGPT and the Trainer of transformers (27 November 2026; docs/evidence/gpus.md in the template).
-# An eager elementwise kernel takes the time of 1.55 times its bytes, since many read strided memory
-# or change the dtype. Compiled operators take the time of 0.6 times their bytes, since fused
-# kernels keep intermediate values in registers.
+# Eager elementwise kernels take as long as if they moved 1.55 times their bytes, since many read
+# strided memory or change the dtype. Compiled operators take as long as if they moved 0.6 times
+# their bytes, since fused kernels keep intermediate values in registers.
 EAGER_BYTES = 1.55
 FUSED_BYTES = 0.6
-# Operators without a kernel, other than views: they only allocate memory or reinterpret it.
+# Operators without a kernel: they only allocate memory or reinterpret it. Views are not listed,
+# since an operator's `is_view` marks them.
 FREE = {
     torch.ops.aten._unsafe_view,
     torch.ops.aten.empty,
@@ -56,8 +57,8 @@ class Meter(TorchDispatchMode):
     `cost` has these sums over a whole step:
     - "flops", without the optimizer, and "sent" (bytes).
     - "products": seconds of operators with FLOPs (matrix products and attention).
-    - "memory" and "kernels": seconds of all other operators if they run eagerly. An operator counts
-      for "kernels" if its launch takes longer than reading and writing its bytes.
+    - "memory" and "kernels": seconds of all other operators if they run eagerly. If launching an
+      operator takes longer than reading and writing its bytes, its seconds are in "kernels".
     - "fused": seconds of these other operators if they are compiled.
     - "eager" = "products" + "memory" + "kernels", and "compiled" = "products" + "fused".
 
@@ -68,7 +69,7 @@ class Meter(TorchDispatchMode):
         super().__init__()
         self.flops = flops
         self.bandwidth = bandwidth
-        # By the id of the storage.
+        # The storages that are not freed yet, by their id.
         self.live: dict[int, LiveStorage] = {}
         self.live_bytes = 0
         # The current phase of the step: forward, backward or optimizer.
@@ -78,7 +79,7 @@ class Meter(TorchDispatchMode):
         self.begin(1)
 
     def begin(self, repeats: float) -> None:
-        """Start to count a step with `repeats` times as many micro-batches as will be run."""
+        """Start to count a step; it has `repeats` times as many micro-batches as will be run."""
         self.peak = self.live_bytes
         self.peak_phase = ""
         self.repeats = repeats
@@ -95,7 +96,8 @@ class Meter(TorchDispatchMode):
         # This operator reads a tensor's device. It is called very often and costs nothing.
         if func is torch.ops.prim.device.default:
             return args[0].fake_device
-        # Let DTensor handle the operator: it calls operators on its local shard, which are counted.
+        # Let DTensor handle the operator. It calls operators on the local shards, which come here
+        # again and are counted.
         if DTensor in types:
             return NotImplemented
         kwargs = kwargs or {}
@@ -120,11 +122,11 @@ class Meter(TorchDispatchMode):
         read_and_written = sum(tensor.nbytes for tensor in tensors)
         seconds_of_bytes = read_and_written / (BANDWIDTH_SHARE * self.bandwidth)
         seconds_of_flops = flops / (PEAK_SHARE * self.flops)
-        # The peak is that of 16-bit numbers. Products of float32 run in TF32, which has half of it.
+        # `self.flops` is for 16-bit numbers. Products of float32 run in TF32 at half this rate.
         if all(tensor.dtype.itemsize > 2 for tensor in tensors):
             seconds_of_flops = 2 * seconds_of_flops
         in_optimizer = self.phase == "optimizer"
-        # The optimizer runs once per step, with any number of micro-batches.
+        # The optimizer runs once per step, whatever the number of micro-batches.
         repeats = 1 if in_optimizer else self.repeats
         if not in_optimizer:
             self.cost["flops"] += repeats * flops
@@ -135,8 +137,8 @@ class Meter(TorchDispatchMode):
             self.cost["compiled"] += seconds
             return
         if in_optimizer:
-            # The optimizer's few kernels work on all weights at once: EAGER_BYTES does not apply.
-            # The optimizer is never compiled, so `fused` is the eager time, too.
+            # EAGER_BYTES does not apply to the optimizer, whose few kernels work on all weights at
+            # once. The optimizer is never compiled, so in `fused` it takes its eager time, too.
             eager = seconds_of_bytes
             fused = max(seconds_of_bytes, KERNEL_SECONDS)
         else:
@@ -158,8 +160,9 @@ class Meter(TorchDispatchMode):
         # FSDP reduces gradients once per step, unless it is set to do so after each micro-batch.
         if "reduce_scatter" in name and not self.reduces_each_micro_batch:
             repeats = 1
-        # A ring sends the larger of input and output once. An all-reduce sends the data twice: to
-        # reduce it, and to distribute the result. (fit.py subtracts the chunk that is not sent.)
+        # In a ring, each rank sends the larger of input and output once, except one chunk, which
+        # `sent_by` in fit.py subtracts. An all-reduce sends the data twice: to reduce it, and to
+        # distribute the result.
         sent = max((tensor.nbytes for tensor in tensors), default=0)
         if "allreduce" in name or "all_reduce" in name:
             sent = 2 * sent
@@ -169,7 +172,7 @@ class Meter(TorchDispatchMode):
         """Count a storage with its current size until it is freed."""
         key = id(storage)
         if key not in self.live:
-
+            # Called when the storage is freed.
             def forget(_: weakref.ref[torch.UntypedStorage]) -> None:
                 self.live_bytes -= self.live.pop(key).size
 
@@ -187,7 +190,7 @@ class Meter(TorchDispatchMode):
         """Set the phase of the step; replaces `annotated` of device.py, which labels traces."""
         self.phase = phase
         yield
-        # Work outside of phases is done once per step, like the optimizer's.
+        # Work outside of the phases is done once per step, so count it like the optimizer's.
         self.phase = "optimizer"
 
 

@@ -19,21 +19,22 @@ from ..errors import RankError, UserError
 from ..run.hardware import usable_cores
 from .stage import PACKAGE, StageConfig
 
-# Environment variables of torchrun, which the stage may have but its children must not.
+# Environment variables that torchrun sets. If a stage has some, its child processes must not.
 OF_TORCHRUN = re.compile("TORCHELASTIC|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME|MASTER_")
 
 
 def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
     """Return the maximum number of processes to measure with and, if it is 1, the reason.
 
-    Raises UserError if --workflow.ranks is more than the devices or the samples of a batch. If the
-    parallel settings refuse the number, the result is 1.
+    Raises UserError if --workflow.ranks is larger than the number of devices or of samples in a
+    global batch. If the parallel settings refuse the number, the result is 1.
     """
     asked = config.workflow.ranks
     batch = config.train.global_batch_size
     devices = 1
     if device.type == "cpu":
-        # A CPU runs any number of processes. Unless asked for more, two are enough for the checks.
+        # A CPU can run any number of processes. Two are enough for the checks, unless the user asks
+        # for more.
         devices = max(2, asked)
     elif device.type == "cuda" and ":" not in config.device:
         # If the user chose a device like cuda:1, only that one is used.
@@ -69,14 +70,15 @@ def refusal(config: Any, ranks: int) -> str:
 def free_host_memory() -> int:
     """Return the free bytes of the machine or, if less, of this container (cgroup v2)."""
     free = psutil.virtual_memory().available
-    # psutil does not know the limit of a container. Without a limit there is no file, or "max".
+    # psutil ignores the limit of a container. If there is no limit, the file is missing (OSError)
+    # or contains "max" (ValueError).
     with contextlib.suppress(OSError, ValueError):
         free = min(free, free_in_container())
     return free
 
 
 def free_in_container() -> int:
-    """Return the bytes left of the container's limit; raises an error without a limit."""
+    """Return the bytes left of the container's limit; OSError or ValueError if it has no limit."""
     limit = int(Path("/sys/fs/cgroup/memory.max").read_text())
     used = int(Path("/sys/fs/cgroup/memory.current").read_text())
     table = Path("/sys/fs/cgroup/memory.stat").read_text()
@@ -106,7 +108,7 @@ def plain_environment() -> dict[str, str]:
 
 
 def run_task(module: str, folder: Path, task: str, **options: Any) -> Any:
-    """Run `python -m workflow.<module> FOLDER TASK`; return the content of FOLDER/TASK.json.
+    """Run a task of a module beside this one; return the content of FOLDER/TASK.json.
 
     `options` are `ranks`, `seconds` and environment variables for `run_module`.
     """
@@ -119,26 +121,25 @@ def run_module(
 ) -> None:
     """Run `python -m module words` as one process, or as several `ranks` under torchrun.
 
-    `environment` has additional environment variables.
-
-    Raises RankError if it fails or takes longer than `seconds`. At the end, also after SIGTERM or
-    Ctrl-C, all its processes are killed. torchrun and its ranks also end if this process is killed.
+    `environment` has additional environment variables. Raises RankError if the module fails or
+    takes longer than `seconds`. At the end, also after SIGTERM or Ctrl-C, any processes of the
+    module that still run are killed. If this process itself is killed, torchrun and its ranks end.
     """
     command = [module, *words]
     if ranks > 1:
         torchrun = [f"{PACKAGE}.distributed.launch", f"--nproc-per-node={ranks}"]
         # `python -m` starts launch.py; this -m tells torchrun that `module` is a module, too.
         command = [*torchrun, "-m", *command]
-        # launch.py reads these to end with this process.
+        # From these, launch.py knows that it must end when this process ends.
         environment["LAUNCHER_PID"] = str(os.getpid())
         environment["OF_A_STAGE"] = "1"
         environment.setdefault("OMP_NUM_THREADS", str(max(1, usable_cores() // ranks)))
     # The child imports modules from the same paths as this process.
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
-    # As in launch.sh: the ranks get their own store, not that of torchrun.
+    # As in launch.sh: the ranks create their own store instead of using torchrun's.
     environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     earlier_handler = signal.signal(signal.SIGTERM, leave)
-    # In a new session, Ctrl-C reaches only this process, which then ends the others.
+    # The child gets its own session. So Ctrl-C reaches only this process, which then kills it.
     process = subprocess.Popen(
         [sys.executable, "-u", "-m", *command],
         env=plain_environment() | environment,
@@ -147,7 +148,7 @@ def run_module(
         text=True,
         start_new_session=True,
     )
-    # This applies if `communicate` below runs into its timeout.
+    # `problem` keeps this text if `communicate` below raises TimeoutExpired.
     problem = f"took more than {seconds:.0f} s"
     try:
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -159,8 +160,8 @@ def run_module(
         # If this kills torchrun, the kernel kills its ranks, which have sessions of their own.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        # This returns all output, including what was read above, once all processes that hold the
-        # pipe have ended.
+        # This waits until all processes that hold the pipe have ended. It returns all output,
+        # including the part that the first call has read.
         output, _ = process.communicate()
         signal.signal(signal.SIGTERM, earlier_handler)
     if problem:

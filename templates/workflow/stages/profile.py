@@ -1,6 +1,6 @@
 """Profile some steps: show where their time goes, and what to try next (the profile stage).
 
-It runs as one process, or under torchrun on several ranks.
+The stage runs as one process, or under torchrun on several ranks.
 """
 
 from dataclasses import replace
@@ -21,9 +21,10 @@ from .trace import COMMUNICATION, PARTS, Breakdown, breakdown, read_trace
 
 UNTRACED_STEPS = 20
 SHOWN_OPERATORS = 10
-# Causes other than the main one are mentioned if they take more than this fraction of a step.
+# A cause other than the main one is mentioned if it takes more than this fraction of a step.
 MENTIONED_FRACTION = 0.15
-# For each diagnosis, the categories of a step's time that it covers.
+# The causes that limit the speed of a step, each with the parts of a step's time (PARTS) that
+# belong to it. The main cause is the diagnosis.
 CAUSES = {
     "input-bound": ("data", "copies"),
     "host-bound": ("host",),
@@ -36,12 +37,14 @@ def measure(config: Config) -> int:
     """Run the stage; return 1 if a check failed, else 0."""
     world = join(config.parallel, config.device)
     group = Group(world)
-    # Only one process can lock a stage. If rank 0 cannot, all ranks get its error.
+    # `Stage` locks the stage, which only one process can do. If rank 0 fails here, `together`
+    # raises its error on all ranks.
     stage: Stage | None = None
     with group.together():
         if group.is_first:
             stage = Stage("profile", config)
-            # The advice needs these results. If a file is damaged, say so before measuring.
+            # The advice at the end needs these results. If a file is damaged, `read_stage` raises
+            # an error now, before anything is measured.
             read_stage(config.directory, "compile")
             read_stage(config.directory, "baseline")
     state = setup(config, world)
@@ -50,29 +53,31 @@ def measure(config: Config) -> int:
     tracer = trace_steps(config.profile, config.directory / "traces", state)
     trace = tracer.written[-1]
     averages = tracer.profile.key_averages()
-    # Filled below: with those of all ranks on rank 0, with its own on another rank.
+    # The breakdowns of all ranks on rank 0, and only this rank's own one on other ranks. The list
+    # stays empty if a rank cannot read its trace.
     breakdowns: list[Breakdown] = []
     problem = ""
     try:
-        # If a rank cannot read its trace, all ranks get the error.
+        # `together` raises the error of any rank on all ranks.
         with group.together():
             this_rank = breakdown(read_trace(trace), averages)
         breakdowns = group.gather(this_rank)
     except RankError as error:
         problem = f"the trace is incomplete: {error}"
-    # Machines may have different numbers of workers, but all ranks take the same steps.
+    # Machines may have different numbers of loader workers, but all ranks must take the same number
+    # of steps. So take the largest number of workers.
     workers = max(group.broadcast(group.gather(config.train.loader_workers)))
-    # `in_rounds` needs at least two rounds of the workers.
+    # `in_rounds` averages over rounds of one step per worker, and needs at least two rounds.
     steps = record_steps(state, max(UNTRACED_STEPS, 2 * workers))
     untraced = spread(in_rounds(steps.seconds, workers))
-    # Several workers deliver in bursts, so the few traced steps may contain none of the waits. Take
-    # the fraction of time that the untraced steps wait.
+    # Several workers deliver their batches in bursts, so the few traced steps may contain none of
+    # the waits. Therefore, measure the fraction of waiting in the untraced steps.
     waiting = 0.0
     if workers > 1:
         waiting = float(steps.waits.sum() / steps.seconds.sum())
     state.loader.close()
     if stage is not None:
-        # `judge_steps` sets the diagnosis, if there is one.
+        # `judge_steps` replaces None with the diagnosis, if there is one.
         stage.figures |= {"trace": str(trace), "step_seconds": untraced, "diagnosis": None}
         stage.check(
             "trace",
@@ -83,7 +88,7 @@ def measure(config: Config) -> int:
         )
         if breakdowns:
             judge_steps(stage, world.device, breakdowns, untraced["median"], waiting)
-    # No reference to the model may remain when the process group ends.
+    # The process group must outlive the model, so drop the last reference to the model.
     del state
     leave(world)
     if stage is None:
@@ -92,10 +97,14 @@ def measure(config: Config) -> int:
 
 
 def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profiler:
-    """Trace one window of training steps; the returned profiler has its file and its averages."""
-    # A period of `Profiler` is `every` steps: idle ones, then the window. The window ends when the
-    # profiler advances to the first step of the next period. That step must be an idle one: if it
-    # began a new window, torch's averages would start again.
+    """Trace one window of training steps.
+
+    The returned profiler has the path of the trace (`written`) and torch's averages (`profile`).
+    """
+    # `Profiler` repeats periods of `every` steps. Each has idle steps, then a window of warm-up
+    # steps and recorded steps. The window ends when the profiler advances to the first step of the
+    # next period. So a period needs at least one idle step: if a new window began there, torch
+    # would discard the averages of this one.
     every = max(1, config.wait) + config.warmup + config.active
     tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
@@ -114,14 +123,15 @@ def judge_steps(
 ) -> None:
     """Report where the time goes and what to try.
 
-    `ranks` has the breakdown of each rank. An untraced step takes `untraced` seconds, of which it
-    waits for data for at least the fraction `waiting`.
+    `ranks` has the breakdown of each rank. `untraced` is the seconds of an untraced step. If the
+    fraction of waiting for data is less than `waiting` in the trace, it is raised to `waiting`.
     """
-    # The slowest rank spends the least time in communication, where the others wait for it.
-    communicating = [float(rank.seconds[:, COMMUNICATION].sum()) for rank in ranks]
+    # Report the slowest rank. It spends the least time in communication, since the other ranks wait
+    # for it there.
+    communicating = [float(each_rank.seconds[:, COMMUNICATION].sum()) for each_rank in ranks]
     slowest = communicating.index(min(communicating))
+    # A rank that compiles holds up all ranks, so report the largest number of compilations.
     compilations = max(each_rank.compilations for each_rank in ranks)
-    # A rank that compiles holds up all ranks, so take the largest number of compilations.
     rank = ranks[slowest]._replace(compilations=compilations)
     steps = len(rank.seconds)
     traced = rank.step_seconds
@@ -137,13 +147,14 @@ def judge_steps(
         wanted="none, since fractions of time are meaningless while compiling",
         advice="if the model compiles only at the start, raise --profile.wait",
     )
-    # `rank.device` tells whether the trace has work of a GPU.
+    # `rank.device` is False if the trace has no events on a GPU.
     if device.type != "cpu" and not rank.device:
         problem = f"torch.profiler recorded no work of the device ({device.type})"
         stage.check("shares", None, measured=problem, wanted="measured")
         return
     fractions = rank.fractions
-    # On a CPU, tracing slows down the operators as well, so its overhead cannot be assigned.
+    # With a GPU, the overhead of tracing is all in the part "host", so it can be removed. On a CPU,
+    # tracing also slows down the operators, so the overhead of each part is unknown.
     if rank.device:
         fractions = without_tracing(fractions, traced / untraced)
     fractions = with_waits(fractions, waiting)
@@ -172,47 +183,53 @@ def show_operators(stage: Stage, rank: Breakdown) -> None:
 
 
 def describe_fractions(fractions: dict[str, float]) -> str:
-    """Describe the fraction of each category."""
+    """Describe the fraction of a step that each part takes."""
     words = {"data": "waiting for data", "host": "host gaps"}
     return ", ".join(f"{words.get(part, part)} {fractions[part]:.1%}" for part in PARTS)
 
 
 def compare_ranks(stage: Stage, ranks: list[Breakdown], slowest: int) -> None:
     """Report how much of the communication is waiting for the slowest rank."""
-    # The shape is [ranks, steps, categories].
+    # The shape is [ranks, steps, parts].
     seconds = np.stack([rank.seconds for rank in ranks])
-    # Sum over all steps. On a GPU, a single step is not exact: the trace divides the time where the
-    # host's steps begin, and the GPU may then still work on the step before.
-    exposed = seconds[:, :, COMMUNICATION].sum(axis=1)
-    # Assume that the rank with the least communication does not wait.
-    waiting = float((exposed - exposed.min()).sum() / seconds.sum())
+    # Sum over all steps, since single steps are not exact on a GPU: a step in the trace ends when
+    # the host ends it, and the GPU may then still work on it.
+    communicating = seconds[:, :, COMMUNICATION].sum(axis=1)
+    # Assume that the rank with the least communication never waits. Then the additional time that
+    # other ranks spend in communication is waiting.
+    waiting = float((communicating - communicating.min()).sum() / seconds.sum())
     stage.figures |= {"ranks": [rank.fractions for rank in ranks], "waiting_for_ranks": waiting}
     print(f"     ranks wait {waiting:.1%} of their time, mostly for rank {slowest} (shown here)")
 
 
 def without_tracing(fractions: dict[str, float], slowdown: float) -> dict[str, float]:
-    """Remove the overhead of tracing, which is all on the host, from the fractions of a GPU's step.
+    """Remove the overhead of tracing, all of which is in the part "host", from the fractions.
 
-    A traced step takes `slowdown` times as long as an untraced one.
+    `slowdown` is the time of a traced step divided by that of an untraced one.
     """
-    # The fraction of a traced step that is overhead.
-    added = max(0.0, 1 - 1 / slowdown)
-    added = min(added, fractions["host"])
-    rest = fractions | {"host": fractions["host"] - added}
-    return {part: fraction / (1 - added) for part, fraction in rest.items()}
+    # The fraction of a traced step that is overhead: 0.2 for a slowdown of 1.25.
+    overhead = max(0.0, 1 - 1 / slowdown)
+    overhead = min(overhead, fractions["host"])
+    rest = fractions | {"host": fractions["host"] - overhead}
+    # Divide by the sum of the rest, so that the fractions add up to 1 again.
+    return {part: fraction / (1 - overhead) for part, fraction in rest.items()}
 
 
 def with_waits(fractions: dict[str, float], waiting: float) -> dict[str, float]:
-    """Raise the fraction of waiting for data to `waiting`, if it is less; the others shrink."""
+    """Raise the fraction "data" to `waiting` if it is smaller, and shrink the others to match."""
     if waiting <= fractions["data"]:
         return fractions
+    # The factor of the other fractions, so that all fractions still add up to 1.
     scale = (1 - waiting) / (1 - fractions["data"])
     result = {part: scale * fraction for part, fraction in fractions.items()}
     return result | {"data": waiting}
 
 
 def diagnose(fractions: dict[str, float], compilations: int) -> list[str]:
-    """Return the main cause of a step's time, followed by other causes that take much time."""
+    """Return the diagnosis, which is the main cause, and then other causes that take much time.
+
+    If there were compilations, the diagnosis is "recompiling".
+    """
     # The fraction of a step that each cause takes.
     taken: dict[str, float] = {}
     for cause, parts in CAUSES.items():
@@ -238,14 +255,15 @@ def advice(
     world_size: int = 1,
 ) -> str:
     """Return the measurement behind a diagnosis, and what to try next."""
-    # If an input-bound step takes more time for copies than for loading, other remedies apply.
+    # An input-bound step waits for data or for copies. The remedies for copies are different.
     if diagnosis == "input-bound" and fractions["copies"] > fractions["data"]:
         diagnosis = "copies"
     tries = remedies(diagnosis, fractions, rank, config, world_size)
-    if not tries and diagnosis == "host-bound":
-        tries = ["less Python code in a step, or a larger --train.global-batch-size"]
-    elif not tries:
-        tries = ["a smaller model or more devices, since the loop itself has little to gain"]
+    if not tries:
+        if diagnosis == "host-bound":
+            tries = ["less Python code in a step, or a larger --train.global-batch-size"]
+        else:
+            tries = ["a smaller model or more devices, since the loop itself has little to gain"]
     return f"{evidence(diagnosis, fractions, rank)}. Try {', or '.join(tries)}"
 
 
@@ -261,14 +279,15 @@ def evidence(diagnosis: str, fractions: dict[str, float], rank: Breakdown) -> st
         gap = rank.longest_gap
         lengths = f"{gap.seconds * 1e3:.2g} ms of a traced step of {rank.step_seconds * 1e3:.3g} ms"
         between = f"after {gap.after[:48]} and before {gap.before[:48]}"
-        idle = f"Python code outside of operators takes {fractions['host']:.0%} of a step"
         if rank.device:
-            idle = f"the device idles {fractions['host']:.0%} of a step, waiting for the host"
-        return f"{idle}; the longest gap, {lengths}, is {between}"
+            gaps = f"the device idles {fractions['host']:.0%} of a step, waiting for the host"
+        else:
+            gaps = f"Python code outside of operators takes {fractions['host']:.0%} of a step"
+        return f"{gaps}; the longest gap, {lengths}, is {between}"
     if diagnosis == "communication-bound":
         return f"exposed communication is {fractions['communication']:.0%} of a step"
     computing = f"{fractions['kernels']:.0%} of a step is computation"
-    # torch does not report operators in a CUDA graph.
+    # The list may be empty, since torch reports no operators in a CUDA graph.
     if rank.operators:
         largest = rank.operators[0]
         computing += f", {largest['share']:.0%} in {largest['name'][:48]}"
@@ -293,10 +312,10 @@ def remedies(
         tries.append("a step without .item(), .cpu() and print, which copy and wait")
     if diagnosis == "host-bound":
         # One long gap means slow Python code at that point; many short gaps mean small kernels.
-        # The longest gap includes the overhead of tracing. So compare it with `rank.fractions`,
-        # which include it, too; it is removed from `fractions`.
-        all_gaps = rank.fractions["host"] * rank.step_seconds
-        if rank.longest_gap.seconds > 0.2 * all_gaps:
+        # The longest gap includes the overhead of tracing, and so does `rank.fractions`. So compare
+        # these two, and not `fractions`, from which the overhead was removed.
+        seconds_of_gaps = rank.fractions["host"] * rank.step_seconds
+        if rank.longest_gap.seconds > 0.2 * seconds_of_gaps:
             return ["to move the Python code at that point out of the step"]
         tries += compile_tries
         if train.micro_batch_size < train.global_batch_size // world_size:
@@ -312,15 +331,15 @@ def remedies(
         tries.append("a larger --train.global-batch-size, or fewer ranks")
     # Do not advise a setting that the baseline stage has tried and rejected.
     for text in rejected_by_baseline(config):
-        # The text is "--OPTION VALUE: REASON". A remedy is "--OPTION VALUE", or has it in
-        # parentheses.
-        setting, _, _ = text.partition(":")
-        tries = [each for each in tries if each != setting and f"({setting})" not in each]
+        # The text is "--OPTION VALUE: REASON", such as "--train.loader-workers 2: slower, ...".
+        # A remedy is either "--OPTION VALUE", or contains "(--OPTION VALUE)".
+        rejected, _, _ = text.partition(":")
+        tries = [each for each in tries if each != rejected and f"({rejected})" not in each]
     return tries
 
 
 def rejected_by_baseline(config: Config) -> list[str]:
-    """Return the settings that `baseline` has rejected, with the reasons; [] if it tries none."""
+    """Return the settings that the baseline stage has rejected, with reasons; [] without any."""
     measured = read_stage(config.directory, "baseline")
     if not measured:
         return []
@@ -328,8 +347,8 @@ def rejected_by_baseline(config: Config) -> list[str]:
 
 
 def compile_remedy(config: Config) -> list[str]:
-    """Suggest a compile mode; [] if the run already compiles, or no mode was faster."""
-    # If the compile stage has no result yet, suggest this mode.
+    """Suggest a compile mode; [] if the run already compiles, or if no mode was faster."""
+    # Suggest this mode if the compile stage has no result yet.
     best = "blocks"
     measured = read_stage(config.directory, "compile")
     if measured:

@@ -30,13 +30,14 @@ from .timing import describe, differences, steps_of_run
 TIMEOUT = 1800.0
 # Allowed relative difference of losses, if kernels are not deterministic.
 NEAR = 1e-3
-# The phases of a restart in order: the event that ends each, and its label.
+# The phases of a restart, in order. A key is the event that ends a phase, and also names the phase;
+# the value is the phase's label.
 RESTART = {
     "imported": "processes started, torch imported",
     "restored": "model built, checkpoint loaded",
     "first_step": "first step",
 }
-# The requirement of each check, in the order of the checks.
+# The checks in their order, each with its requirement.
 WANTED = {
     "roundtrip": "model and optimizer restored bit for bit, and the same steps afterwards",
     "killed_while_saving": "at most one save lost, the same final state, no files left over",
@@ -74,7 +75,7 @@ def measure(config: StageConfig) -> int:
 
 
 class Drill:
-    """The test in `folder`: one short run, killed in its last save and started again."""
+    """The test: a short run in `folder` that is killed during its last save, and started again."""
 
     def __init__(self, stage: Stage, folder: Path) -> None:
         self.stage = stage
@@ -82,9 +83,9 @@ class Drill:
         self.run_dir = folder / "run"
         config = stage.config
         self.device = pick_device(config.device)
-        # If there can be only one rank, `why_one` is the reason; otherwise it is empty.
+        # `why_one` is the reason why there can be only one rank, or "" if there can be more.
         self.ranks, self.why_one = most_ranks(config, self.device)
-        # Whether repeated steps must have the same bits, since all kernels are deterministic.
+        # Whether repeated steps must be equal bit for bit, since all kernels are deterministic.
         self.exact = self.device.type == "cpu" or config.train.deterministic
         short_run = {
             "train.steps": STEPS,
@@ -94,14 +95,17 @@ class Drill:
             # The last step still validates, so use few samples.
             "train.validate_samples": config.train.global_batch_size,
             "checkpoint.every": EVERY,
-            # `damage` needs the checkpoint before the newest one, too.
+            # `damage` needs the newest checkpoint and the one before.
             "checkpoint.keep": 2,
             "track": False,
         }
         write_json(folder / "settings.json", to_json(override(config, short_run)))
 
     def run(self) -> None:
-        """Run all checks; if a process fails, its check and those after it fail with its error."""
+        """Run all checks in the order of `WANTED`.
+
+        If a process fails, the current check and all later ones fail with the error of the process.
+        """
         stage = self.stage
         processes = named(self.ranks, "process")
         try:
@@ -116,56 +120,58 @@ class Drill:
             self.reshard()
         except RankError as error:
             reason = "; ".join(str(error).splitlines()[:3])
-            # The stage has results for the first checks of `WANTED`.
+            # `stage.checks` has the checks that were judged before: the first ones of `WANTED`.
             checks_left = list(WANTED)[len(stage.checks) :]
             for name in checks_left:
                 self.judge(name, False, reason)
 
     def kill(self) -> dict[str, Any]:
-        """Train until the run kills itself; return its record.
+        """Train until the run kills itself; return the record that it wrote before.
 
-        Raises RankError if it failed for another reason.
+        Raises RankError if the run failed for another reason.
         """
-        # The run writes this file just before it kills itself, which `child` reports as an error.
+        # The run writes this file just before it kills itself.
         record = self.folder / "kill.json"
         try:
             self.child(self.ranks, "kill")
         except RankError:
+            # `child` raises this error after the kill, too. Then the file exists.
             if not record.exists():
                 raise
         return read_json(record)
 
     def restart(self, killed: dict[str, Any]) -> dict[str, float]:
-        """Start the killed run again, check how it resumed and ended; return seconds by phase.
+        """Start the killed run again; check how it resumed and ended.
 
-        `killed` is the record of the killed run.
+        `killed` is the record of the killed run. Returns the seconds of each phase of the restart.
         """
-        # Read the losses now, since the resumed run overwrites those of repeated steps.
+        # Read the losses now, since the resumed run overwrites the losses of repeated steps.
         losses = losses_of(self.run_dir)
         result = self.child(self.ranks, "train")
         restart = result["restart"]
         if not restart:
             raise RankError(f"the restart found step {STEPS} published, and had nothing to train")
         resume_step = restart["step"]
-        # By step, the digests of the tensors that were saved or restored. Of a step that both runs
-        # have, those of the resumed run count. The steps are strings, since they are keys in JSON.
+        # The digests of saved or restored tensors by step. A step is a string here, since it is a
+        # key in JSON. If both runs have digests of a step, use those of the resumed run.
         self.saved: dict[str, Digests] = killed["digests"] | result["digests"]
         last = str(STEPS)
         repeated = {step: loss for step, loss in losses.items() if step > resume_step}
         first = Outcome(repeated, killed["digests"][last])
         again = Outcome(losses_of(self.run_dir), self.saved[last])
         problems, same = compare(first, again, self.exact)
-        # The run was killed in the save of step STEPS, so the save before is the newest one.
+        # The run was killed in the save of step STEPS, so the newest checkpoint is the one before.
         if resume_step != STEPS - EVERY:
             problems.append(f"resumed from step {resume_step}, not {STEPS - EVERY}")
         before_kill = killed["digests"].get(str(resume_step), {})
         restored = result["digests"].get(str(resume_step), {})
         wrong_tensors = differing(restored, before_kill)
-        tensors = wrong_tensors or f"{len(restored)} tensors bit for bit"
-        steps = "; ".join(problems) or same
-        measured = f"step {resume_step}: {tensors}; {steps}"
+        about_tensors = wrong_tensors or f"{len(restored)} tensors bit for bit"
+        about_steps = "; ".join(problems) or same
+        measured = f"step {resume_step}: {about_tensors}; {about_steps}"
         self.judge("roundtrip", not problems and not wrong_tensors, measured)
 
+        # The next check fails for the same problems, and for files left over.
         left = self.left_over()
         if left:
             problems.append(f"left over: {', '.join(left)}")
@@ -182,14 +188,14 @@ class Drill:
         return sorted(names)
 
     def damage(self) -> dict[str, Any]:
-        """Flip a bit in the newest checkpoint and restore; return size and times of saves."""
+        """Flip a bit in the newest checkpoint, and restore; return the size and times of saves."""
         newest = max((self.run_dir / "checkpoints").glob("step_????????"))
         sizes = {file: file.stat().st_size for file in newest.iterdir()}
         largest = max(sizes, key=sizes.__getitem__)
         with open(largest, "r+b") as opened, mmap.mmap(opened.fileno(), 0) as content:
             content[len(content) // 2] ^= 1
         result = self.child(self.ranks, "damage")
-        # The run has trained with the same settings, so a refusal is a failed check.
+        # The short run has trained with these settings. If they are refused now, the check fails.
         if "refused" in result:
             raise RankError(result["refused"])
         problems: list[str] = []
@@ -226,7 +232,7 @@ class Drill:
             wrong_tensors = differing(result["digests"], self.saved[str(result["step"])])
             if wrong_tensors:
                 problems.append(f"on {ranks}: {wrong_tensors}")
-            # This text is only shown if there are no problems.
+            # `loaded` is shown only if no number of processes has a problem.
             loaded.append(f"by {ranks} ({len(result['digests'])} tensors bit for bit)")
         if problems:
             measured = "; ".join(problems)
@@ -235,7 +241,7 @@ class Drill:
             measured = "; ".join([good, *refused])
         else:
             measured = "; ".join(refused)
-        # If no other number of processes can load it, the check is not possible.
+        # If no other number of processes is allowed, the check is not possible (None).
         passed: bool | None = None
         if loaded:
             passed = not problems
@@ -247,13 +253,14 @@ class Drill:
         self.stage.check(name, passed, measured=measured, wanted=WANTED[name], advice=advice)
 
     def child(self, ranks: int, task: str) -> dict[str, Any]:
-        """Run a task of drill.py and return its result.
+        """Run a task of drill.py on this number of ranks, and return its result.
 
-        If the project refuses the task, it raises UserError for "kill" and "train"; for the others
-        the result has only "refused".
+        The project may refuse the settings, for example if a batch is too small for the ranks. Then
+        "kill" and "train" raise UserError, and the result of other tasks has only "refused", the
+        reason. Raises RankError if a process fails.
         """
         file = self.folder / f"{task}.json"
-        # An earlier task of this name may have left one.
+        # An earlier call with the same task may have left a result.
         file.unlink(missing_ok=True)
         try:
             result = run_task("drill", self.folder, task, ranks=ranks, seconds=TIMEOUT)
@@ -264,42 +271,49 @@ class Drill:
             if "refused" not in result:
                 raise
         if task in ("kill", "train") and "refused" in result:
-            # The settings are at fault, which is not a finding about checkpoints.
+            # The settings are at fault. This is not a failed check of checkpoints.
             raise UserError(result["refused"])
         return result
 
 
 def other_sizes(ranks: int, device: str) -> list[int]:
-    """Return other numbers of processes to load with; [] if there can be only one."""
+    """Return numbers of processes other than `ranks` to load with; [] if there can be only one."""
     if ranks == 1:
         return []
-    # On a CPU one more process is possible; there are no more GPUs.
+    # A CPU can run one more process. More GPUs may not exist, so use half of them.
     another = ranks + 1 if device == "cpu" else ranks // 2
     return sorted({1, another} - {ranks})
 
 
 def losses_of(run_dir: Path) -> dict[int, float]:
-    """Return the loss by step; None if it was not finite, which NumPy turns into NaN."""
+    """Return the losses by step, from metrics.jsonl.
+
+    A loss that was not finite is None, which becomes NaN in an array of floats.
+    """
     return {record["step"]: record["loss"] for record in read_records(run_dir)}
 
 
 def seconds_of(restart: dict[str, float], killed_at: float) -> dict[str, float]:
-    """Return the seconds of each phase of a restart, and their total, from the times of events."""
+    """Return the seconds of each phase of a restart, and their "total".
+
+    `restart` has the time at which each phase ended; the first phase starts at `killed_at`.
+    """
     seconds: dict[str, float] = {}
-    start = killed_at
+    phase_start = killed_at
     for phase in RESTART:
-        seconds[phase] = restart[phase] - start
-        start = restart[phase]
-    end = start
-    seconds["total"] = end - killed_at
+        phase_end = restart[phase]
+        seconds[phase] = phase_end - phase_start
+        phase_start = phase_end
+    # The last phase has ended at `phase_start`.
+    seconds["total"] = phase_start - killed_at
     return seconds
 
 
 def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str]:
-    """Compare the same steps, taken twice; return the problems, and a text about what is the same.
+    """Compare steps that were taken twice; return the problems, and a text about what is the same.
 
-    `again` may have more steps than `first`. If kernels are not deterministic (not `exact`), only
-    losses are compared, with a tolerance.
+    Losses of `again` at other steps than those of `first` are ignored. If kernels are deterministic
+    (`exact`), losses and tensors must be equal. Otherwise only losses count, with a tolerance.
     """
     # `dtype` turns None into NaN.
     losses = np.array([*first.losses.values()], dtype=float)
@@ -325,7 +339,7 @@ def compare(first: Outcome, again: Outcome, exact: bool) -> tuple[list[str], str
 
 def differing(digests: Digests, expected: Digests) -> str:
     """Describe tensors that are missing, new or not equal bit for bit; "" if there are none."""
-    # The pairs of name and digest that only one of the two has.
+    # The pairs (name, digest) that only one of the two dictionaries has.
     unequal = digests.items() ^ expected.items()
     names = sorted({name for name, _ in unequal})
     if not names:
@@ -336,15 +350,19 @@ def differing(digests: Digests, expected: Digests) -> str:
 def best_interval(cost: float, failures: float, least: float = 0.0) -> float:
     """Return the optimal seconds between saves (Young, 1974; Daly, 2006).
 
-    A save costs `cost` seconds of training; `failures` are the mean seconds between failures. The
-    result is at least `least`, the seconds until a save is published.
+    `cost` is the seconds of training that a save costs, and `failures` the mean seconds between
+    failures. The result is at least `least`, the seconds from a save's start until it is published.
     """
     return max(math.sqrt(2 * cost * failures), least)
 
 
 def lost_fraction(interval: float, cost: float, restart: float, failures: float) -> float:
-    """Return the fraction of time lost to saves, repeated steps and restarts (first order)."""
-    # A failure repeats half an interval on average.
+    """Return the fraction of time lost to saves, repeated steps and restarts.
+
+    All arguments are seconds: between saves, per save, per restart, and between failures. The
+    result is an approximation for small fractions (first order).
+    """
+    # On average, a failure happens in the middle of an interval, and half an interval is repeated.
     return cost / interval + (interval / 2 + restart) / failures
 
 
@@ -353,7 +371,7 @@ def conclude(stage: Stage) -> None:
     figures = stage.figures
     size = in_units(figures["bytes"])
     say(f"a save of {size} blocks training for {describe(figures['blocked_seconds'])}")
-    # While a save is written, steps are slower, which this cost includes.
+    # Steps are slower while a save is written. This cost includes the slowdown.
     say(f"with slower steps beside it, it costs {describe(figures['cost_seconds'])} of training")
     say(f"it is published after {describe(figures['save_seconds'])}")
     restart = figures["restart_seconds"]
@@ -363,7 +381,7 @@ def conclude(stage: Stage) -> None:
 
 
 def advise_interval(stage: Stage) -> None:
-    """Recommend how often to save, if the setting is far from the optimum."""
+    """Recommend how often to save, if the current setting is far from the optimum."""
     config = stage.config
     figures = stage.figures
     step_seconds = figures["step_seconds"]["median"]
@@ -378,61 +396,64 @@ def advise_interval(stage: Stage) -> None:
     figures["hours_between_failures"] = hours
     figures["interval_seconds"] = best
     best_steps = max(1, math.ceil(best / step_seconds))
-    steps_of_all = steps_of_run(config)
-    # The steps and the seconds between saves with the current setting; --checkpoint.every 0 saves
-    # only at the end.
-    steps_between = min(config.checkpoint.every or steps_of_all, steps_of_all)
+    total_steps = steps_of_run(config)
+    # The steps and the seconds between saves with the current setting. With --checkpoint.every 0,
+    # the run saves only at the end.
+    steps_between = min(config.checkpoint.every or total_steps, total_steps)
     interval = steps_between * step_seconds
     lost = f"{lost_fraction(best, cost, restart, failures):.2%}"
     fraction_now = lost_fraction(interval, cost, restart, failures)
     lost_now = f"{fraction_now:.2%}"
-    # The formula is an approximation for small losses, so it can exceed 1.
+    # `lost_fraction` is an approximation for small fractions, so its result can exceed 1.
     if fraction_now >= 1:
         lost_now = "nearly all"
     often = f"save every {best_steps} steps"
     say(f"with a failure every {hours:g} h, {often}: {lost} of the time is lost")
-    # Within a factor of two of the best interval, hardly more time is lost.
+    # An interval within a factor of two of the best one loses hardly more time.
     if interval >= published and 0.5 <= interval / best <= 2:
         return
-    if steps_between == steps_of_all and best_steps >= steps_of_all:
-        # Both save only at the end.
+    if steps_between == total_steps and best_steps >= total_steps:
+        # The current interval and the best one both save only at the end.
         return
     why = f"loses {lost} of the time, instead of {lost_now} now"
     if interval < published:
         between = f"the {steps_between} steps between saves"
         why = f"a save takes longer than {between}, so training waits"
-    # Two digits are enough: 490 rather than 487 steps.
+    # Round up to two digits: 490 rather than 487 steps.
     unit = 10 ** max(0, len(str(best_steps)) - 2)
     rounded = math.ceil(best_steps / unit) * unit
-    every_validation = config.train.validate_every
-    validates = 0 < every_validation < steps_of_all
-    if validates and rounded < steps_of_all:
+    validate_every = config.train.validate_every
+    # Whether the run validates before its end.
+    validates = 0 < validate_every < total_steps
+    if validates and rounded < total_steps:
+        # The steps until a save is published.
         least = math.ceil(published / step_seconds)
-        rounded = with_validations(rounded, every_validation, least)
+        rounded = with_validations(rounded, validate_every, least)
     if rounded == config.checkpoint.every:
         return
-    if rounded >= steps_of_all:
-        why = f"this run of {steps_of_all} steps then saves only at its end, and {why}"
+    if rounded >= total_steps:
+        why = f"this run of {total_steps} steps then saves only at its end, and {why}"
     advise(stage, f"--checkpoint.every {rounded}: {why}")
-    # Recommend it, so that the workflow takes it over. Otherwise it stays advice: a run with
-    # validations that saves only at its end would not keep the step with the best one.
-    if rounded < steps_of_all or not validates:
+    # The workflow uses the settings that are recommended, but not those that are only advised. A
+    # run that validates, but saves only at its end, could not keep its best checkpoint. So do not
+    # recommend that.
+    if rounded < total_steps or not validates:
         recommend(stage, "checkpoint.every", rounded)
 
 
 def with_validations(steps: int, validate_every: int, least: int = 1) -> int:
-    """Round an interval between saves, so that validated steps are among those saved.
+    """Round `steps`, the interval between saves, so that some steps are both saved and validated.
 
     Only a step that is both validated and saved can be the best checkpoint. The result is the
-    nearest multiple or divisor of `validate_every` that is at least `least`, or `steps` if none is
-    within a factor of two.
+    nearest multiple or divisor of `validate_every` that is at least `least`. If none is within a
+    factor of two of `steps`, the result is `steps`.
     """
-    # The divisors, then the two nearest multiples; the lower multiple may be 0.
+    # In ascending order: the divisors, then the two nearest multiples. The lower one may be 0.
     candidates = [each for each in range(1, validate_every) if validate_every % each == 0]
     below = steps // validate_every * validate_every
     candidates += [below, below + validate_every]
     best = steps
-    # At first this is the limit. Of equal ratios, the last one counts: the larger interval.
+    # Start with the limit, a factor of two. If two ratios are equal, the larger interval is used.
     smallest_ratio = 2.0
     for each in candidates:
         if each >= max(1, least):

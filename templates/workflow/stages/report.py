@@ -24,10 +24,11 @@ from .timing import spread
 JsonObject = dict[str, Any]
 # Curves of long runs are reduced to about this many points.
 POINTS = 2000
+# The maximum numbers of samples, of the user's metrics, and of operators on the page.
 SAMPLES = 4
 METRICS_DRAWN = 6
 OPERATORS_DRAWN = 8
-# Labels for the modes of --compile.mode.
+# Descriptions of the modes of --compile.mode.
 COMPILED = {"blocks": "block by block", "full": "as a whole"}
 
 
@@ -55,10 +56,10 @@ def publish_report(run_dir: Path) -> Path:
         raise UserError(f"there is nothing to report in {run_dir}: run `{first}` first")
     template = page_template()
     newest = max(sections.values(), key=lambda each: each.get("measured_at", ""))
-    # Without any stage, show the machine of the run.
+    # If no stage has a result, show the machine of the run.
     measured_on = newest if "machine" in newest else run
-    # A file may be damaged in any way, and some damage shows only when the page is rendered.
-    # `reading` then raises a RankError that names the run directory.
+    # Damage to a file may show only when the page is rendered, and cause any kind of error.
+    # `reading` converts the error to a RankError that names the run directory.
     with reading(run_dir):
         page = template.render(
             name=run_dir.resolve().name,
@@ -81,7 +82,7 @@ def publish_report(run_dir: Path) -> Path:
 
 def page_template() -> Template:
     """Load the template of the page, with the filters that it uses."""
-    # With ChainableUndefined, `a.b.c` is empty instead of an error if a result lacks `a` or `b`.
+    # If a result lacks `a` or `b`, ChainableUndefined makes `a.b.c` empty instead of an error.
     environment = Environment(autoescape=True, undefined=ChainableUndefined)
     environment.filters["in_time"] = plots.in_time
     environment.filters["in_units"] = in_units
@@ -90,8 +91,8 @@ def page_template() -> Template:
 
 
 def read(path: Path, notes: list[str]) -> JsonObject:
-    """Read a JSON file; {} if it is missing or damaged; damage is added to `notes`."""
-    # lexists, so that a broken link is noted, too.
+    """Read a JSON file; return {} if it is missing or damaged. Damage is added to `notes`."""
+    # For a broken link, `exists` would be False, but `lexists` is True. So it counts as damage.
     if not os.path.lexists(path):
         return {}
     try:
@@ -102,7 +103,10 @@ def read(path: Path, notes: list[str]) -> JsonObject:
 
 
 def last_status(run: JsonObject, records: list[JsonObject]) -> JsonObject:
-    """Return the content of status.json, or the last step of a run that may still be running."""
+    """Return the status to show, from the content of status.json (`run`) and the metrics.
+
+    A run that is "running" in status.json may have been killed: show the step of its last record.
+    """
     if run.get("status") == "running" and records:
         # status.json has only the step at which the run started or resumed.
         return {"status": "running or killed, last record", "step": records[-1]["step"]}
@@ -110,13 +114,16 @@ def last_status(run: JsonObject, records: list[JsonObject]) -> JsonObject:
 
 
 def last_validation(records: list[JsonObject]) -> list[JsonObject]:
-    """Return a list with the last record of a validation; [] if there is none."""
+    """Return the last record that has a validation, in a list, or [] if there is none."""
     validated = [record for record in records if "validation_loss" in record]
     return validated[-1:]
 
 
 def origin_of(result: JsonObject, source: JsonObject) -> list[tuple[str, Any]]:
-    """List the machine and the versions of a stage or a run, and the commit of the run's code."""
+    """Return names and values that tell where a result of a stage or run comes from.
+
+    These are the machine and the versions in `result`, and the commit in `source`, the run's code.
+    """
     machine = result.get("machine", {})
     versions = result.get("versions", {})
     rows = [*machine.items(), *versions.items()]
@@ -129,7 +136,7 @@ def origin_of(result: JsonObject, source: JsonObject) -> list[tuple[str, Any]]:
 
 
 def shown_samples(run_dir: Path) -> list[Sample]:
-    """Read the last sample and evenly spaced earlier ones, the oldest first."""
+    """Read at most `SAMPLES` samples: the newest and evenly spaced earlier ones, oldest first."""
     newest_first = samples_of(run_dir)[::-1]
     interval = max(1, math.ceil(len(newest_first) / SAMPLES))
     chosen = newest_first[::interval]
@@ -137,7 +144,8 @@ def shown_samples(run_dir: Path) -> list[Sample]:
 
 
 def read_sample(path: Path) -> Sample:
-    """Read a sample from its file, step_STEP.txt or step_STEP.png."""
+    """Read a sample from its file, such as step_00000100.txt or step_00000100.png."""
+    # Remove leading zeros, but keep one digit for step 0.
     step = path.stem.removeprefix("step_").lstrip("0") or "0"
     title = f"Sample, step {step}"
     content = path.read_bytes()
@@ -149,7 +157,7 @@ def read_sample(path: Path) -> Sample:
 
 def section(run_dir: Path, name: str) -> JsonObject:
     """Return the page's content for a stage, even if its file is missing or damaged."""
-    # The help of a stage is "SUMMARY: DETAILS."; the page shows only the summary.
+    # The help of a stage is "SUMMARY: DETAILS.", and the page shows only the summary.
     about, _, _ = STAGES.get(name, "").partition(":")
     page = {"about": about, "command": command_for(name, run_dir)}
     try:
@@ -160,7 +168,7 @@ def section(run_dir: Path, name: str) -> JsonObject:
         pictures = pictures_of(name, content["figures"])
         rates = rates_of(name, content)
     except UserError as error:
-        # The page itself shows the command that measures again.
+        # Remove the command at the end of the message, since the page itself shows this command.
         problem, _, _ = str(error).partition(": measure again")
         return page | {"status": "damaged", "problem": problem}
     except Exception as error:
@@ -171,7 +179,7 @@ def section(run_dir: Path, name: str) -> JsonObject:
 
 
 def rates_of(name: str, content: JsonObject) -> list[plots.Bar]:
-    """Return the throughput of one process from the stage baseline or compile, [] from others."""
+    """Return the throughputs that the stage baseline or compile measured; [] for other stages."""
     figures = content["figures"]
     batch = content["settings"]["train"]["global_batch_size"]
     rates: list[plots.Bar] = []
@@ -186,8 +194,8 @@ def rates_of(name: str, content: JsonObject) -> list[plots.Bar]:
 
 
 def rate(label: str, batch: int, seconds: JsonObject) -> plots.Bar:
-    """Convert a spread of seconds per step into samples/s."""
-    # The longest step has the lowest rate, so the percentiles are swapped.
+    """Return a bar of samples/s, from the batch size and a spread of seconds per step."""
+    # Long steps have a low rate, so the 90th percentile of the seconds gives the low end.
     return plots.Bar(
         label,
         value=batch / seconds["median"],
@@ -202,19 +210,20 @@ def pictures_of(name: str, figures: JsonObject) -> list[plots.Picture]:
         return [operators_picture(figures)]
     if name == "scale":
         return scale_pictures(figures)
-    # Only the checkpoint stage has this figure. It is missing if a process failed before.
+    # This figure is from the checkpoint stage, which lacks it if one of its processes failed early.
     if "interval_seconds" in figures:
         return [recovery_picture(figures)]
     return []
 
 
 def operators_picture(figures: JsonObject) -> plots.Picture:
-    """Draw the operators with the most time."""
+    """Draw the operators with the most self time."""
     rows: list[plots.Bar] = []
     for operator in figures.get("operators", [])[:OPERATORS_DRAWN]:
         label = operator["name"]
         if len(label) > 28:
-            # Keep both ends, since an operator and its backward differ in their last letters.
+            # Keep both ends of a long name, since the name of a backward may differ only at its
+            # end.
             label = f"{label[:17]}…{label[-10:]}"
         rows.append(plots.Bar(label, 100 * operator["share"]))
     unit = "% of a step, self time"
@@ -240,7 +249,7 @@ def recovery_picture(figures: JsonObject) -> plots.Picture:
         plots.Bar("blocked by a save", figures["blocked_seconds"]["median"]),
         plots.Bar("save, until published", figures["save_seconds"]["median"]),
     ]
-    # The results of earlier releases do not have this figure.
+    # Results of earlier releases do not have this figure.
     if "cost_seconds" in figures:
         rows.insert(1, plots.Bar("training time it costs", figures["cost_seconds"]["median"]))
     for phase, description in RESTART.items():
@@ -268,7 +277,7 @@ def overview(sections: dict[str, JsonObject], records: list[JsonObject]) -> list
 
 
 def metric_picture(name: str, records: list[JsonObject]) -> plots.Picture:
-    """Draw a metric of training and validation by step."""
+    """Draw a metric by step, with one curve for training and one for validation."""
     words = name.replace("_", " ")
     title = words[:1].upper() + words[1:]
     names = {name: "training", f"validation_{name}": "validation"}
@@ -276,7 +285,7 @@ def metric_picture(name: str, records: list[JsonObject]) -> plots.Picture:
 
 
 def run_rate(records: list[JsonObject]) -> list[plots.Bar]:
-    """Return a list with the throughput of the training run; [] without records of it."""
+    """Return a bar with the throughput of the training run, in a list; [] if no record has it."""
     rates: list[float] = []
     for record in records:
         # Skip records without a rate, or with a rate of 0.
@@ -289,32 +298,34 @@ def run_rate(records: list[JsonObject]) -> list[plots.Bar]:
 
 
 def read_metrics(path: Path, notes: list[str]) -> list[JsonObject]:
-    """Read metrics.jsonl; of a long file, only one record from each of `POINTS` slices.
+    """Read the records in metrics.jsonl, sorted by step; a long file is reduced.
 
-    Records with a validation are reduced separately. Damaged lines are counted in `notes`.
+    The file is divided into `POINTS` slices. From each slice, the last record with a validation and
+    the last record without one are kept. Damaged lines and losses that are not finite are noted in
+    `notes`.
     """
     if not path.is_file():
         return []
-    # By whether the record has a validation, and by the slice of the file in which its line ends.
+    # A key is whether the record has a validation, and the slice in which the record's line ends.
     kept: dict[tuple[bool, int], JsonObject] = {}
     damaged = 0
-    # The steps whose loss is not finite.
+    # The steps at which the loss is not finite.
     without_loss: list[int] = []
     with open(path, "rb") as lines:
         size = os.fstat(lines.fileno()).st_size
         for line in lines:
             record = parsed(line)
             if record:
-                # Keep only finite numbers; NaN and infinity are null in the file.
+                # Keep only finite numbers. The file has null instead of NaN and infinity.
                 values = {metric: value for metric, value in record.items() if finite(value)}
                 if "loss" in record and "loss" not in values:
                     without_loss.append(record["step"])
                 validated = "validation_loss" in values
-                # A later record of the same slice replaces the earlier one.
+                # A later record with the same key replaces the earlier one.
                 slice_index = POINTS * lines.tell() // size
                 kept[validated, slice_index] = values
             elif line.endswith(b"\n"):
-                # An incomplete last line may still be being written, so it does not count.
+                # A last line without a newline is not counted: the run may still be writing it.
                 damaged += 1
     if damaged:
         notes.append(f"{path.name}: {named(damaged, 'damaged line')} left out")

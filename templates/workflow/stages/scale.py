@@ -1,7 +1,7 @@
 """Measure speed, memory and results on several numbers of processes: the scale stage.
 
-For each number of processes, the stage starts `python -m` this module FOLDER RANKS, under torchrun
-if there are several. They read FOLDER/settings.json, and rank 0 writes FOLDER/RANKS.json.
+For each number of processes N, the stage runs this module with the arguments FOLDER N, under
+torchrun if N is above 1. Each process reads FOLDER/settings.json, and rank 0 writes FOLDER/N.json.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..adds_up import is_declared
+from ..adds_up import need_not_add_up
 from ..config import Config, load, override
 from ..device import pick_device
 from ..distributed import Group, World, join, leave, parallel
@@ -36,18 +36,19 @@ TOLERANCE = {"losses": 1e-4, "gradient_norms": 1e-3}
 # The usable fraction of memory; the rest is for fragmentation and other programs.
 ROOM = 0.95
 # The required weak-scaling efficiency between GPUs of one machine.
-LEAST_WEAK = 0.8
+MIN_WEAK_EFFICIENCY = 0.8
 # Time limit in seconds for one number of processes.
 TIMEOUT = 3600.0
 # The number of steps whose losses are compared.
 COMPARED = 12
-# Time as many steps as take `SECONDS`, but at least 10 and at most `TIMED`.
-TIMED = 30
+# Steps are timed for about `SECONDS`: at least `MIN_TIMED` and usually at most `MAX_TIMED` steps.
 SECONDS = 3.0
+MIN_TIMED = 10
+MAX_TIMED = 30
 LESS_MEMORY = (
     "--train.activation-checkpointing, a smaller --train.micro-batch-size, or settings from `fit`"
 )
-WHAT_RANKS_SHARE = (
+EFFICIENCY_ADVICE = (
     "raise --train.micro-batch-size and the global batch for more work between synchronizations; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
 )
@@ -77,7 +78,7 @@ def measure(config: StageConfig) -> int:
         # `records` has the results of all sizes before the one that failed.
         failed_size = sizes[len(records)]
         failed = f"{named(failed_size, 'process')} ran out of memory"
-        # Not measured (None), which is no failure: it only ends the measurement.
+        # None: the check neither passed nor failed. That the memory is too small is a finding.
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
         if parallel.SHARDED:
             fit = command_for("fit", config.directory)
@@ -109,7 +110,7 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
     sizes = [1]
     ranks = 2
     while ranks < most:
-        # The parallel settings may not allow each number.
+        # The parallel settings may not allow every number.
         if not refusal(config, ranks):
             sizes.append(ranks)
         ranks = 2 * ranks
@@ -121,9 +122,10 @@ def world_sizes(config: StageConfig, device: torch.device) -> tuple[list[int], s
 def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     """Start this many processes; return their measurements."""
     print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
-    # The third argument is RANKS: the name of the file in which `run_task` finds the result.
+    # `run_task` returns the content of the result file, whose name is this number.
+    name = str(ranks)
     record = run_task(
-        "scale", folder, str(ranks), ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
+        "scale", folder, name, ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
     )
     strong = record["strong"]["samples_per_second"]
     weak = record["weak"]["samples_per_second"]
@@ -137,12 +139,12 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     `reason` is "" or the reason why that cannot be checked.
     """
     one = records[1]
-    # Dropout and batch statistics are off, so the limits allow only for another order of sums.
+    # Dropout and batch statistics are off, so the limits allow only for a different order of summation.
     text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
     wanted = text.format(**TOLERANCE)
     if one["random"]:
-        reason = "not applicable: the model draws random numbers in evaluation, too"
-    if is_declared():
+        reason = "not applicable: the model draws random numbers in evaluation mode too"
+    if need_not_add_up():
         reason = "not applicable: model.py declares ADDS_UP = False"
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
@@ -174,7 +176,7 @@ def judge_efficiency(
     "" or the reason why the efficiency cannot be measured.
     """
     most = max(records)
-    # JSON has an Interval (here of the seconds per step) as a list.
+    # JSON stores an Interval (here of the seconds per step) as a list.
     one = Interval(*records[1][scaling]["interval"])
     efficiencies: dict[int, float] = {}
     shown: list[str] = []
@@ -193,7 +195,7 @@ def judge_efficiency(
     limit = 0.0
     if device == "cuda":
         # Below 1/n, n ranks are slower than one.
-        limit = 1 / most if scaling == "strong" else LEAST_WEAK
+        limit = 1 / most if scaling == "strong" else MIN_WEAK_EFFICIENCY
     wanted = "measured"
     if limit:
         wanted = f"{most} ranks above {limit:.0%}"
@@ -203,7 +205,7 @@ def judge_efficiency(
     # Here `most` is above 1, since there is a reason if only one process was measured.
     passed = efficiencies[most] > limit
     measured = ", ".join(shown)
-    stage.check(name, passed, measured=measured, wanted=wanted, advice=WHAT_RANKS_SHARE)
+    stage.check(name, passed, measured=measured, wanted=wanted, advice=EFFICIENCY_ADVICE)
 
 
 def judge_memory(stage: Stage, records: Records, device: torch.device) -> None:
@@ -269,8 +271,8 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     # The first two steps warm up; the third one shows how long a step takes.
     step_seconds = record_steps(state, 3).seconds[-1]
     # Rank 0 decides, since all ranks must take the same number of steps.
-    steps = int(np.clip(SECONDS / group.broadcast(step_seconds), 10, TIMED))
-    # `in_rounds` needs at least two rounds of the loader workers.
+    steps = int(np.clip(SECONDS / group.broadcast(step_seconds), MIN_TIMED, MAX_TIMED))
+    # `in_rounds` averages over rounds of one step per loader worker, and needs two of them.
     steps = max(steps, 2 * config.train.loader_workers)
     strong = time_steps(state, steps)
     # A single process has the same batch for weak scaling.
@@ -336,7 +338,7 @@ def compare(config: Config, world: World) -> dict[str, Any]:
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
-    # The next `setup` sets the precision of matrix products, but not this flag.
+    # Back to torch's default.
     torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
     return {"losses": losses, "gradient_norms": norms, "random": has_drawn(state)}

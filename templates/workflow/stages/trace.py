@@ -1,6 +1,6 @@
-"""Read a trace of torch.profiler, and divide each step's time into categories (`PARTS`).
+"""Read a trace of torch.profiler, and divide each step's time into parts (`PARTS`).
 
-Traces are JSON in Chrome's trace event format. Each moment of a step belongs to one category.
+A trace is JSON in Chrome's trace event format. Each moment of a step belongs to exactly one part.
 """
 
 import gzip
@@ -19,39 +19,46 @@ PARTS = ("data", "host", "kernels", "communication", "copies")
 HOST = PARTS.index("host")
 COMMUNICATION = PARTS.index("communication")
 
-# In a trace, complete events ("ph": "X") have a category, a name, a thread, a start and a duration
-# in microseconds. Of all events that cover a moment of a step, the one that comes first in ON_GPU
-# or ON_CPU decides; a moment without any event belongs to the host. So the parts add up to the
-# step. On a GPU, communication counts only while no kernel runs.
+# In a trace, complete events ("ph": "X") have a category such as "kernel", a name, a thread, a
+# start and a duration in microseconds. ON_GPU and ON_CPU below list parts with patterns of events.
+# If several events cover a moment of a step, the moment belongs to the part that is listed first;
+# without such an event, it belongs to the host. So the parts add up to the step. On a GPU, for
+# example, communication counts only while no other kernel runs.
 
-# Names of events in torch 2.13: a compilation, and the annotation around compiled code.
+# The name of a compilation's event in torch 2.13.
 COMPILATION = "_compile.compile_inner (dynamo_timed)"
+# The start of the name of the annotation around compiled code in torch 2.13.
 COMPILED = "## Call CompiledFxGraph"
 
-# The following patterns match an event's label, "CATEGORY NAME".
+# The following patterns match the start of an event's label, which is "CATEGORY NAME".
 # A step, on the training thread.
 STEP = "user_annotation ProfilerStep#"
 # Events that count on any thread; all others count only on the training thread.
 ON_ANY_THREAD = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):")
-# Parts and the patterns of their events, in order of precedence.
+# The parts and the patterns of their events if the trace has events of a GPU, in order of
+# precedence. An event may match several patterns; the first one decides.
 ON_GPU = (
-    # All kernels except those of collectives (NCCL's collectives are kernels, too), and memory
-    # operations within the device.
+    # All kernels except those of collectives, such as NCCL's, and memory operations within the
+    # device.
     ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
+    # The remaining kernels are those of collectives.
     ("communication", "kernel "),
+    # The remaining copies are those between the host and the device.
     ("copies", "gpu_memcpy "),
     # The loader reads, or waits for its workers.
     ("data", f"user_annotation {WAITING}$"),
 )
+# The same if the trace has no events of a GPU.
 ON_CPU = (
     ("data", f"user_annotation {WAITING}$"),
-    # This may be inside an operator: sharded tensors wait in `_c10d_functional::wait_tensor`.
+    # A collective precedes "kernels", since it may run inside another operator: an operator on
+    # sharded tensors calls `_c10d_functional::wait_tensor`, for example.
     ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
-    # Operators have a namespace, as in "aten::mm". Autograd nodes are excluded, since they also
-    # run hooks that may wait.
+    # Operators have a namespace, as in "aten::mm". The events of autograd nodes are excluded, since
+    # they include hooks, which may wait for other ranks.
     ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
-    # `gloo:all_reduce` is on a thread of gloo, from the call to the end of the collective. The
-    # training thread waits for it outside any operator.
+    # An event such as `gloo:all_reduce` is on a thread of gloo, and lasts from the call to the end
+    # of the collective. So it counts only while the training thread runs no operator.
     ("communication", r"\w+ (gloo|mpi|ucc):"),
 )
 
@@ -60,7 +67,7 @@ class Event(NamedTuple):
     """A complete event of a trace, with times in microseconds."""
 
     name: str
-    # "CATEGORY NAME", for the patterns above.
+    # "CATEGORY NAME", such as "cpu_op aten::mm", for the patterns above.
     label: str
     # Process and thread; for an event on a GPU, device and stream.
     thread: tuple[int | str, int | str]
@@ -69,15 +76,16 @@ class Event(NamedTuple):
 
 
 class Claim(NamedTuple):
-    """An event and the part to which its time is assigned."""
+    """An event, and the part that gets the event's time unless another claim takes precedence."""
 
     part: str
     event: Event
 
 
 class HostGap(NamedTuple):
-    """An interval in microseconds in which only the host works; longer gaps compare as larger."""
+    """An interval in microseconds in which only the host works."""
 
+    # The length comes first, so that `max` and `sorted` compare gaps by length.
     length: float
     start: float
     end: float
@@ -87,14 +95,14 @@ class NamedGap(NamedTuple):
     """A gap in which only the host works, in seconds, and the events before and after it."""
 
     seconds: float
-    # The last event that ended before the gap: the gap comes after it.
+    # The name of the last event before the gap: the gap comes after this event.
     after: str
-    # The first event that starts after the gap.
+    # The name of the first event after the gap: the gap comes before this event.
     before: str
 
 
 class Operator(TypedDict):
-    """An operator of the traced steps, according to torch's averages."""
+    """The time of an operator in all traced steps, from torch's averages."""
 
     name: str
     self_seconds: float
@@ -117,7 +125,7 @@ class Breakdown(NamedTuple):
 
     @property
     def fractions(self) -> dict[str, float]:
-        """The fraction of time of each part over all steps; fractions add up to 1."""
+        """Each part's fraction of the time of all steps; the fractions add up to 1."""
         seconds = self.seconds.sum(axis=0)
         fractions = (seconds / seconds.sum()).tolist()
         return dict(zip(PARTS, fractions, strict=True))
@@ -136,9 +144,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 
 def breakdown(trace: list[dict[str, Any]], averages: Iterable[Any] = ()) -> Breakdown:
-    """Divide the time of the steps of a trace into `PARTS`; ValueError if it has no steps.
+    """Divide the time of the steps of a trace into `PARTS`.
 
-    `trace` has events from `read_trace`; `averages` are torch's averages of the same steps.
+    `trace` has events from `read_trace`; `averages` are torch's averages of the same steps. Raises
+    ValueError if the trace has no steps.
     """
     events = [parse_event(event) for event in trace]
     steps = [event for event in events if event.label.startswith(STEP)]
@@ -152,7 +161,8 @@ def breakdown(trace: list[dict[str, Any]], averages: Iterable[Any] = ()) -> Brea
     device = any(event.label.startswith(("kernel ", "gpu_mem")) for event in counted)
     claims = claim_time(counted, ON_GPU if device else ON_CPU)
     seconds, gaps = divide(steps, claims)
-    # Use the median of the steps' longest gaps, since a gap that occurs only once is not typical.
+    # `gaps` has the longest gap of each step. Use their median, since a gap that is long in only
+    # one step is not typical.
     typical = sorted(gaps)[len(gaps) // 2]
     return Breakdown(
         seconds=seconds,
@@ -175,7 +185,10 @@ def parse_event(event: dict[str, Any]) -> Event:
 
 
 def claim_time(events: list[Event], rules: tuple[tuple[str, str], ...]) -> list[Claim]:
-    """Match events with the rules, lowest precedence first; an event may match several rules."""
+    """Match events with the rules, and list the claims with the lowest precedence first.
+
+    `rules` is ON_GPU or ON_CPU. An event that matches several rules has several claims.
+    """
     claims: list[Claim] = []
     for part, pattern in reversed(rules):
         for event in events:
@@ -189,43 +202,48 @@ def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[Ho
 
     If claims overlap, the later one in the list wins.
     """
-    claimed = times_of([claim.event for claim in claims])
     step_times = times_of(steps)
-    # No event starts or ends between two adjacent edges, so each such interval has one owner.
-    edges = np.unique(np.append(step_times, claimed))
+    claim_times = times_of([claim.event for claim in claims])
+    # The sorted times at which a step or a claim starts or ends. Interval i, from edge i to edge
+    # i + 1, belongs to one part as a whole. `owners` has the index of this part in `PARTS`.
+    edges = np.unique(np.append(step_times, claim_times))
     owners = np.full(len(edges) - 1, HOST)
     # For each claim, the indices of the edges where it starts and ends, shape [claims, 2].
-    indices = np.searchsorted(edges, claimed)
+    indices = np.searchsorted(edges, claim_times)
     for claim, (first, last) in zip(claims, indices, strict=True):
         owners[first:last] = PARTS.index(claim.part)
     seconds = np.zeros((len(steps), len(PARTS)))
     gaps: list[HostGap] = []
+    # The same for each step: the indices of the edges where it starts and ends.
     for step, (first, last) in enumerate(np.searchsorted(edges, step_times)):
         step_edges = edges[first : last + 1]
         step_owners = owners[first:last]
         lengths = np.diff(step_edges)
+        # Add up the lengths of each owner's intervals.
         seconds[step] = np.bincount(step_owners, lengths, minlength=len(PARTS)) / 1e6
         gaps.append(longest_gap(step_edges, step_owners))
     return seconds, gaps
 
 
 def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
-    """Find the longest run of intervals of a step that the host owns; without one, its length is 0.
+    """Find the longest gap of a step: adjacent intervals that all belong to the host.
 
-    Interval i is between edges i and i + 1.
+    Interval i is from edge i to edge i + 1, and `owners[i]` is the index of its part in `PARTS`. If
+    no interval belongs to the host, the gap has the length 0.
     """
     longest = HostGap(0.0, 0.0, 0.0)
-    # With False added at both ends, each run has one change before it and one after it.
-    idle = np.concatenate([[False], owners == HOST, [False]])
-    changes = np.flatnonzero(np.diff(idle))
+    # Add False at both ends. Then the values change once where a gap starts, and once where it
+    # ends. So the edges at these changes are the start and the end of each gap in turn.
+    of_host = np.concatenate([[False], owners == HOST, [False]])
+    changes = np.flatnonzero(np.diff(of_host))
     for start, end in edges[changes].reshape(-1, 2).tolist():
         longest = max(longest, HostGap(end - start, start, end))
     return longest
 
 
 def name_gap(gap: HostGap, claims: list[Claim]) -> NamedGap:
-    """Name the last event before a gap, and the first one after it."""
-    # Name operators and kernels, not the annotation around the wait for data.
+    """Name the last event before a gap, and the first event after it."""
+    # Name events that do work, not the annotation around the wait for data.
     work = [claim.event for claim in claims if claim.part != "data"]
     earlier = [event for event in work if event.end <= gap.start]
     later = [event for event in work if event.start >= gap.end]
@@ -245,17 +263,18 @@ def times_of(events: list[Event]) -> np.ndarray:
 
 
 def operators_of(averages: Iterable[Any], device: bool, seconds: float) -> list[Operator]:
-    """List the operators of traced steps, which took `seconds`, sorted by self time.
+    """List the operators of the traced steps, the one with the most self time first.
 
-    The time is that on the GPU if the trace has a `device`, else that on the CPU.
+    `seconds` is the time of all traced steps. Self time is measured on the GPU if the trace has
+    events on one (`device`), otherwise on the CPU.
     """
     operators: list[Operator] = []
     for average in averages:
         if average.device_type != torch.autograd.DeviceType.CPU:
-            # A kernel's time is counted for the operator that launched it.
+            # Skip kernels: the operator that launched a kernel already has the kernel's time.
             continue
         if average.is_user_annotation and not average.key.startswith(COMPILED):
-            # Only the annotation around compiled code stands for work that has no operators.
+            # Skip annotations, except the one around compiled code, which has no operators inside.
             continue
         if device:
             microseconds = average.self_device_time_total

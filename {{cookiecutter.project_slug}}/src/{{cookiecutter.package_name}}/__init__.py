@@ -1,4 +1,4 @@
-"""A training project: see README.md, and `python -m` this package for its commands."""
+"""A training project. README.md describes it, and `python -m` this package lists its commands."""
 
 import logging
 from pathlib import Path
@@ -12,7 +12,7 @@ def load_trained(
     weights: Any = "last",
     base: Path | None = None,
 ) -> tuple[Any, Any, Any]:
-    """Return a run's model in evaluation mode, the spec of its data, and its settings.
+    """Return a run's trained model in evaluation mode, the spec of its data, and its settings.
 
     `step` is a number or "best" (by validation); the default is the newest good checkpoint.
     `weights` is "last" or "ema". `base` is the new path of frozen weights that the checkpoint left
@@ -20,8 +20,8 @@ def load_trained(
     random generators are seeded as at the start of a run. Raises UserError when there is no such
     run or step.
     """
-    # Imported here, so that importing the package does not import torch. One module gets another
-    # name, since a parameter is called `device`.
+    # Import these here, so that importing the package does not import torch. The module `device` is
+    # renamed, since a parameter has this name.
     from . import device as devices
     from .checkpoint.transfer import load_weights
     from .config import load, spec_from_json
@@ -40,14 +40,14 @@ def load_trained(
     config = load(run_dir / "config.json")
     try:
         spec = spec_from_json(read_json(run_dir / "spec.json"))
-    # Runs of earlier releases have no spec.json, and it is {} if the spec is not plain data. Then
-    # build the datasets again to get their spec.
+    # Runs of earlier releases have no spec.json, and if the spec is not plain data, spec.json is
+    # {}. In both cases, build the datasets again to get their spec.
     except Exception:
         seed_start(config.train.seed)
         _, _, spec = build_datasets(config)
     model = build_model(config, spec)
     summary = load_weights(run_dir, model, step, Group(), strict=True, weights=weights, base=base)
     logging.getLogger(__name__).info("weights: %s", summary)
-    # If the caller builds the datasets next, a random split is the same as in training.
+    # Seed again, so that a caller who now builds the datasets gets the random split of training.
     seed_start(config.train.seed)
     return model.to(devices.pick_device(device)).eval(), spec, config

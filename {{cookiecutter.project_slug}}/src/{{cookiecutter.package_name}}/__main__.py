@@ -1,6 +1,6 @@
 """The commands: `python -m` this package, or the project's console script.
 
-Bare `--help` imports no torch: each command imports what it needs.
+Each command imports what it needs, so that `--help` without a command does not import torch.
 """
 
 import argparse
@@ -20,7 +20,7 @@ from .run.logs import log_to_console, make_lenient
 log = logging.getLogger(__package__)
 PROGRAM = f"python -m {__package__}"
 HERE = Path(__file__).parent
-# Where srun and mpirun put the number of processes that they start.
+# The variables in which srun and mpirun pass on the number of processes that they start.
 TASKS = ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE")
 
 
@@ -35,10 +35,10 @@ def train(arguments: list[str]) -> int:
     from .train import run
 
     config = parse("train", Config, arguments)
-    # Callbacks may print to a pipe that nobody reads any more.
+    # Ignore errors when callbacks print to a terminal or pipe that has been closed.
     make_lenient(sys.stdout)
-    # Optimizers import this large module anyway. Imported now, it is among the objects that
-    # gc.freeze() exempts from garbage collection.
+    # Optimizers would import this large module later. Import it now, so that gc.freeze() exempts
+    # its objects from garbage collection, too.
     import torch._dynamo  # noqa: F401
 
     gc.freeze()
@@ -66,7 +66,7 @@ def export(arguments: list[str]) -> int:
     """Export a checkpoint to a file (.pt, .safetensors, .pt2), or turn a .pt back into a run."""
     from .config import RunLocation
 
-    # In a project that has huggingface.py, it adds a format to those of transfer.py.
+    # huggingface.py, which only some projects have, adds a format to those of transfer.py.
     name = ".huggingface" if (HERE / "huggingface.py").exists() else ".checkpoint.transfer"
     module: Any = importlib.import_module(name, __package__)
 
@@ -122,7 +122,7 @@ def tokens(arguments: list[str]) -> int:
     return 0
 
 
-# The commands of this file; those of workflow/ are in its COMMANDS.
+# The commands of this file. The commands of workflow/ are in `workflow.COMMANDS`.
 OURS = {command.__name__: command for command in (train, verify, export)}
 # You may delete infer.py and workflow/; only some projects have tokens.py.
 for command in (infer, tokens):
@@ -158,7 +158,7 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
     parser.add_argument("--config", type=Path)
     given, rest = parser.parse_known_args(arguments)
     given.config = expand_home(given.config)
-    # The names of the settings that are given, as in Python: train.log_every.
+    # The names of the settings on the command line, such as train.log_every for --train.log-every.
     given_names: set[str] = set()
     for word in rest:
         if word.startswith("--"):
@@ -173,17 +173,18 @@ def parse(name: str, kind: type, arguments: list[str]) -> Any:
         start = preset(given.preset, kind, saved)
         if given.config is not None:
             start = load(given.config, kind, start)
-        # A setting that is given also turns off those that would override it: --train.steps turns
-        # off the epochs of a preset.
+        # A setting on the command line turns off those that would override it. For example,
+        # --train.steps turns off the epochs of a preset.
         start = override(start, outweighing(given_names))
         options = tyro.cli(kind, prog=program_name, description=about, args=rest, default=start)
         return expand_home(options)
 
-    # A config.json sets everything, so there is nothing to take from a resumed run's settings.
+    # A config.json sets everything, so nothing is taken from the saved settings of a resumed run.
     has_all_settings = given.config is not None and given.config.suffix != ".toml"
     if name != "train" or has_all_settings:
         return read()
-    # Read without the saved settings to find the run, and then once more on top of them.
+    # The first `read` has no saved settings, and finds the run. If the run has saved settings,
+    # `with_saved` calls `read` again with them.
     return with_saved(read(), read)
 
 

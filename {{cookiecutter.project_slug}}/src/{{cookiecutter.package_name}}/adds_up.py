@@ -1,7 +1,8 @@
 """Check that the sums of compute_loss add up: a batch gives the total of its two halves.
 
 Gradient accumulation and data parallelism rely on it. A mean, or a loss that compares the samples
-of a batch, would depend on the micro-batches. `baseline` checks it, and a new run warns.
+of a batch, would depend on the micro-batches. The stage `baseline` checks this, and the start of a
+new run warns.
 """
 
 import contextlib
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
     from .train import State
 
 log = logging.getLogger(__name__)
-# The largest relative difference that rounding explains, even to bfloat16. A loss that is a mean
+# The largest relative difference that rounding can explain, even in bfloat16. A loss that is a mean
 # differs far more: its halves add up to about twice the value of the batch.
 TOLERANCE = 0.01
 # Rounding may move a few samples across a threshold, as in an accuracy. So a warning about a metric
@@ -38,22 +39,22 @@ TOLERANCE = 0.01
 TOLERANCE_OF_METRICS = 0.25
 # A model may be random in evaluation mode too, so each batch is evaluated this many times.
 DRAWS = 16
-# A comparison whose `limit` is above this is inconclusive.
+# If randomness could explain a relative difference above this, a comparison proves nothing.
 TOO_RANDOM = 0.1
 # A new run evaluates at most this many samples.
-MOST_SAMPLES = 8
+MAX_SAMPLES = 8
 # What to do about a sum that does not add up, by the reason.
 NOT_A_SUM = {
     "mean": "compute_loss must return sums, not means (reduction='sum')",
     "count": "a count must be the number of values in this batch's sum",
     "batch": "it compares samples of a batch, so micro-batches and ranks change it. For a loss, "
-    "let one sample hold all that is compared; for a metric, return the sums it is computed from",
+    "put all that is compared into one sample; for a metric, return the sums it is computed from",
 }
 # The index in a loss vector of the count that the loss is divided by.
 COUNT_OF_LOSS = 1
 
 
-def is_declared() -> bool:
+def need_not_add_up() -> bool:
     """Tell whether model.py declares with `ADDS_UP = False` that its sums need not add up."""
     return getattr(model_file, "ADDS_UP", True) is False
 
@@ -84,7 +85,7 @@ class _Draws(Dataset):
         draw, batch_slice = item
         source = self.source
         if draw > 0:
-            # The copy's `draws`, the key of random numbers, differs from that of training.
+            # `draws` of a source is the key of its random numbers: give a copy another key.
             source = copy.copy(source)
             source.draws = stream_key(source.draws, draw)
         micro_batch = MicroBatch(indices=batch_slice.samples, weight=1.0)
@@ -113,9 +114,9 @@ def evaluate(state: "State", batches: Iterable[Any], draws: int = 1) -> Evaluati
     seed = state.config.train.seed
     world = state.world
     with torch.no_grad():
-        for batch in batches:
+        for number, batch in enumerate(batches):
             # The model's random numbers differ from batch to batch, but not from run to run.
-            seed_random(seed, STEP, len(vectors), world.rank, device=world.device)
+            seed_random(seed, STEP, number, world.rank, device=world.device)
             loss = parallel.forward(compute_loss, state, move(batch, world.device))
             check_loss(loss, is_trained=False)
             vectors.append(loss_vector(loss))
@@ -162,12 +163,16 @@ class Comparison:
     @property
     def is_random(self) -> bool:
         """Tell whether the draws differ noticeably."""
-        return bool(self.standard_error.max() > TOLERANCE / 100)
+        return self._largest_error() > TOLERANCE / 100
 
     @property
     def is_too_random(self) -> bool:
         """Tell whether the draws differ too much for a verdict."""
-        return bool(self.limit.max() > TOO_RANDOM)
+        return TOLERANCE + 4 * self._largest_error() > TOO_RANDOM
+
+    def _largest_error(self) -> float:
+        """Return the largest standard error of a sum or count that is a number."""
+        return float(self.standard_error.nan_to_num(nan=0.0).max())
 
     @property
     def wrong(self) -> list[int]:
@@ -185,15 +190,23 @@ class Comparison:
         # Each sum is followed by its count, so counts have odd indices.
         if index % 2 == 1:
             return NOT_A_SUM["count"]
-        # If compute_loss returns means, the value of the batch is the weighted mean of those of its
-        # halves. The weights are the counts, or the numbers of samples if the counts are wrong.
-        count = self.first[COUNT_OF_LOSS] + self.second[COUNT_OF_LOSS]
-        weight_of_first = float(self.first[COUNT_OF_LOSS] / count)
-        if COUNT_OF_LOSS in self.wrong:
+        if self._is_mean(index):
+            return NOT_A_SUM["mean"]
+        return NOT_A_SUM["batch"]
+
+    def _is_mean(self, index: int) -> bool:
+        """Tell whether the value of the batch is the mean of those of its halves.
+
+        The mean is weighted by the counts, or by the numbers of samples if the counts are wrong.
+        """
+        count = index + 1
+        if count in self.wrong:
             weight_of_first = first_part(self.samples) / self.samples
-        mean = weight_of_first * self.first + (1 - weight_of_first) * self.second
-        is_mean = (mean - self.whole).abs() / self.scale <= self.limit
-        return NOT_A_SUM["mean" if is_mean[index] else "batch"]
+        else:
+            weight_of_first = self.first[count] / (self.first[count] + self.second[count])
+        mean = weight_of_first * self.first[index] + (1 - weight_of_first) * self.second[index]
+        difference = (mean - self.whole[index]).abs() / self.scale[index]
+        return bool(difference <= self.limit[index])
 
 
 def first_part(samples: int) -> int:
@@ -244,11 +257,11 @@ def warn_unless_sums_add_up(state: "State") -> None:
     """
     world = state.world
     settings = state.config.train
-    is_divided = world.size > 1 or len(state.plan) > 1
-    if state.step > 0 or not is_divided or is_declared():
+    is_split = world.size > 1 or len(state.plan) > 1
+    if state.step > 0 or not is_split or need_not_add_up():
         return
-    samples = min(settings.micro_batch_size, settings.global_batch_size, MOST_SAMPLES)
-    # One sample has no halves. The global batch has at least two samples, since it is divided.
+    samples = min(settings.micro_batch_size, settings.global_batch_size, MAX_SAMPLES)
+    # One sample has no halves. The global batch has at least two samples, since it is split.
     samples = max(samples, 2)
     with unchanged(state):
         difference = _find_difference(state, samples)
@@ -257,7 +270,7 @@ def warn_unless_sums_add_up(state: "State") -> None:
     comparison, index = difference
     log.warning(
         "compute_loss does not add up: %s. So training depends on the number of ranks and "
-        "micro-batches: %s. If you intend that, write ADDS_UP = False into model.py",
+        "micro-batches: %s. If you intend that, set ADDS_UP = False in model.py",
         comparison.describe(index),
         comparison.advice(index),
     )
@@ -266,7 +279,8 @@ def warn_unless_sums_add_up(state: "State") -> None:
 def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | None:
     """Evaluate a batch and its halves; return the first sum that does not add up, if there is one.
 
-    One draw is enough if all sums add up. A second one shows whether the model is random.
+    One draw is enough if all sums add up. If not, a second one shows whether the model is random;
+    if it is, only the means of many draws tell.
     """
     for draws in (1, 2, DRAWS):
         evaluation = _try_evaluate(state, samples, draws)
@@ -276,9 +290,9 @@ def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | N
         wrong = [index for index in comparison.wrong if is_certain(comparison, index)]
         if not wrong:
             return None
-        if draws > 1 and not comparison.is_random:
+        if draws == 2 and not comparison.is_random:
             return comparison, wrong[0]
-    # The model is random, so only the means over all draws count.
+    # Here the sums of a random model still do not add up after all draws.
     if comparison.is_too_random:
         return None
     return comparison, wrong[0]
@@ -300,7 +314,8 @@ def is_certain(comparison: Comparison, index: int) -> bool:
 
 def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None:
     """Evaluate a batch and its halves, averaged over the ranks; None if that fails on any rank."""
-    # Data or a loss that fails here may still work in training. If not, the first step raises.
+    # An error here is not reported: training may work nevertheless, and if it does not, its first
+    # step raises the error again.
     world = state.world
     problem: Exception | None = None
     evaluation = None
@@ -322,8 +337,9 @@ def _try_evaluate(state: "State", samples: int, draws: int) -> Evaluation | None
                 evaluation = evaluate(state, reading, draws)
     except Exception as error:
         problem = error
-    if _any_failed(problem, world) or evaluation is None:
+    if _any_failed(problem, world):
         return None
+    assert evaluation is not None  # no rank failed
     # All ranks have to come to the same decision, so all see the same sums.
     parallel.require_same({"metrics of compute_loss (model.py)": evaluation.names}, world)
     sums = parallel.all_reduce(evaluation.sums, world) / world.size
@@ -341,6 +357,7 @@ def _any_failed(problem: Exception | None, world: World) -> bool:
 @contextlib.contextmanager
 def unchanged(state: "State") -> Iterator[None]:
     """Restore modes, buffers and random states after the block, which runs in evaluation mode."""
+    # `state.module` is what wraps `state.model`, under DDP for example.
     # Each buffer, with the dictionary and the name under which its module holds it.
     buffers: list[tuple[dict[str, Any], str, Any]] = []
     copies: list[Any] = []
@@ -358,7 +375,7 @@ def unchanged(state: "State") -> Iterator[None]:
         random.setstate(python_numbers)
         np.random.set_state(numpy_numbers)
         with torch.no_grad():
-            # A forward may also have replaced a buffer by another tensor.
+            # A forward may also have replaced a buffer with another tensor.
             for (holder, name, buffer), values in zip(buffers, copies, strict=True):
                 holder[name] = buffer
                 if buffer is not None:

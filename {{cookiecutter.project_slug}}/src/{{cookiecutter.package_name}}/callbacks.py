@@ -2,7 +2,7 @@
 
 A callback has any of these methods (train.py calls them):
 
-    before_step(state)                  the next batch is loaded, the step has not begun
+    before_step(state)                  the next batch is loaded, but the step has not begun
     after_step(state, record)           the step is done; `record` is its line of metrics.jsonl, or
                                         None if it has no line
     after_validation(state, figures)    `figures` are the metrics, e.g. {"validation_loss": 1.2}
@@ -17,8 +17,8 @@ An exception in a callback ends the run. If its class sets `harmless = True`, th
 logs a warning and disables the callback instead.
 
 Numbers that a callback adds on rank 0 to `record`, or to `figures` (as `validation_<name>`), go to
-metrics.jsonl and to the tracker. A callback may use random numbers; those of training stay the
-same.
+metrics.jsonl and to the tracker. A callback may use random numbers, which does not change
+those of training.
 """
 
 # {% include "task/" ~ cookiecutter.task ~ "/callbacks.py" %}

@@ -1,4 +1,4 @@
-"""Stack samples into a batch; if that fails, a one-line error names the sample at fault."""
+"""Stack samples into a batch; if stacking fails, a one-line error names the sample at fault."""
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -12,7 +12,8 @@ from torch.utils.data import ConcatDataset, StackDataset, Subset, default_collat
 from .errors import UserError
 from .worker_errors import shortage
 
-# Types that `default_collate` stacks; in a batch, all values of a key must be of the same kind.
+# Kinds of values that `default_collate` stacks, with their types. Within a batch, the values that
+# all samples have for a key, such as "image", must be of the same kind.
 KINDS = {
     "tensor": torch.Tensor,
     "array": np.ndarray,
@@ -28,8 +29,8 @@ WAYS_OUT = (
 
 
 def reads_batches(dataset: Any) -> bool:
-    """Tell whether a dataset reads a batch at once instead of one sample at a time."""
-    # torch's wrappers always have `__getitems__`; the dataset that they wrap decides.
+    """Return whether a dataset reads a batch at once instead of one sample at a time."""
+    # Subset and StackDataset always have torch's `__getitems__`, so ask the datasets inside them.
     method = getattr(type(dataset), "__getitems__", None)
     if method is Subset.__getitems__:
         return reads_batches(dataset.dataset)
@@ -50,9 +51,10 @@ def batch_of(samples: list[Any], ids: Sequence[int], dataset: Any) -> Any:
 
 
 def owner_of(method: str, dataset: Any) -> Any:
-    """Return the dataset with this method, looking inside torch's wrappers; None if none has it.
+    """Return the dataset, or one inside torch's wrappers, that has this method; otherwise None.
 
-    Raises UserError if a wrapper combines several datasets that do not share this method.
+    Raises UserError if only datasets inside a wrapper have the method, and it does not suit the
+    samples of the wrapper.
     """
     if hasattr(dataset, method):
         return dataset
@@ -64,13 +66,15 @@ def owner_of(method: str, dataset: Any) -> Any:
     elif isinstance(dataset, StackDataset):
         stacked = dataset.datasets
         parts = list(stacked.values() if isinstance(stacked, dict) else stacked)
-    # A dataset that is not a wrapper has no parts, and so no owner.
     owners = [owner_of(method, part) for part in parts]
+    # This also returns for a dataset that is not a wrapper, since it has no parts.
     if all(owner is None for owner in owners):
         return None
+    # A part without the method adds None, so it differs from parts with the method.
     functions = {function_of(owner, method) for owner in owners}
-    # A batch of a ConcatDataset mixes samples of all parts, so they must share the function. A
-    # sample of a StackDataset combines one of each part, which no part's method expects.
+    # A batch of a ConcatDataset mixes samples of all parts, so they must share one function. A
+    # sample of a StackDataset combines a sample of each part, so the method of one part cannot
+    # handle it.
     if isinstance(dataset, ConcatDataset) and len(functions) == 1:
         return owners[0]
     kind = type(dataset).__name__
@@ -82,17 +86,18 @@ def owner_of(method: str, dataset: Any) -> Any:
 
 
 def function_of(owner: Any, method: str) -> Any:
-    """Return the function behind a bound method, which all objects of a class share."""
+    """Return the function behind a bound method: all objects of a class share the function."""
     bound = getattr(owner, method, None)
     return getattr(bound, "__func__", bound)
 
 
 def collate(samples: list[Any], ids: Sequence[int]) -> Any:
-    """Stack samples into a batch like `default_collate`; a UserError names a sample at fault.
+    """Stack samples into a batch with `default_collate`; a UserError names a sample at fault.
 
     Samples that are dataclasses become one dataclass of stacked fields.
     """
     first = samples[0]
+    # `default_collate` itself handles a dataclass that is also a mapping.
     is_plain_dataclass = is_dataclass(first) and not isinstance(first, Mapping)
     if is_plain_dataclass and all(type(sample) is type(first) for sample in samples):
         names = [field.name for field in fields(first)]
@@ -106,7 +111,7 @@ def collate(samples: list[Any], ids: Sequence[int]) -> Any:
         return default_collate(samples)
     # `default_collate` raises errors of many types.
     except Exception as error:
-        # In a loader worker it stacks into shared memory, which may be used up.
+        # In a loader worker, `default_collate` stacks into shared memory, which may be full.
         message = shortage(error)
         if message:
             raise UserError(message) from None
@@ -119,10 +124,12 @@ def collate(samples: list[Any], ids: Sequence[int]) -> Any:
 
 
 def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
-    """Describe the value that prevents the values of a key from being stacked; "" if none does.
+    """Describe the first value that cannot be stacked with the others; "" if there is none.
 
-    `key` is "" for the samples themselves.
+    `values` are those that the samples with these `ids` have for `key`, such as "image". If `key`
+    is "", they are the samples themselves.
     """
+    # For example: "'image' of sample 7 is of type list, that of sample 3 of type dict".
     what = f"'{key}' of sample" if key else "sample"
     other = "that of sample" if key else "sample"
     first = values[0]
@@ -136,7 +143,7 @@ def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
             return f"{what} {sample_id} is {types}"
     if kind_of(first) not in KINDS:
         return f"{what} {ids[0]} is of type {type_name(first)}"
-    # NumPy's kinds are booleans, signed and unsigned integers, and floats.
+    # These letters are NumPy's kinds: booleans, signed and unsigned integers, and floats.
     if isinstance(first, np.ndarray) and first.dtype.kind not in "biuf":
         return f"{what} {ids[0]} is an array of dtype {first.dtype}"
     if isinstance(first, torch.Tensor | np.ndarray):
@@ -160,7 +167,10 @@ def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
 
 
 def odd_part(values: list[Any], ids: Sequence[int], keys: Mapping[Any, str]) -> str:
-    """Describe what cannot be stacked inside lists or mappings; `keys` maps keys to full names."""
+    """Describe a value inside lists or mappings that cannot be stacked; "" if there is none.
+
+    `keys` maps each key or index of `values` to its full name, such as "image" to "inputs.image".
+    """
     for key, name in keys.items():
         problem = odd_value([value[key] for value in values], ids, name)
         if problem:
@@ -169,7 +179,7 @@ def odd_part(values: list[Any], ids: Sequence[int], keys: Mapping[Any, str]) -> 
 
 
 def kind_of(value: Any) -> str:
-    """Return which of KINDS a value is, or the name of its type if it cannot be stacked."""
+    """Return the kind of a value, a key of KINDS; if it has none, return the name of its type."""
     for name, types in KINDS.items():
         if isinstance(value, types):
             return name

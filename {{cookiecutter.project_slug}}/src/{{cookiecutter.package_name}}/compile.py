@@ -1,6 +1,6 @@
 """Apply activation checkpointing and torch.compile to a model, before DDP or FSDP wraps it.
 
-Both work in place. Without wrapper modules, parameters keep their names.
+Both change the model in place. They add no wrapper modules, so parameters keep their names.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ from .distributed import parallel
 from .errors import STOP_SIGNALS
 
 log = logging.getLogger(__name__)
-# These signals are held back while the compiler works. Ctrl-C is not: a person is waiting.
+# Signals to hold back while the compiler works. Ctrl-C is not one, since a person is waiting.
 BLOCKED = {*STOP_SIGNALS} - {signal.SIGINT}
 
 
@@ -49,16 +49,17 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
     """Wrap a block's forward so that backward recomputes its activations."""
     forward = block.forward
     # A forward may change persistent buffers, such as batch statistics. Backward must recompute the
-    # forward with their earlier values, and must not change them a second time.
+    # forward with their earlier values, and must not change them a second time. A state dictionary
+    # has the persistent buffers only.
     buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
-        # Not while compiling: compiled code changes a buffer only once by itself, however often it
-        # computes the forward.
+        # Compiled code needs none of this: it changes a buffer only once, even though backward
+        # recomputes the forward.
         if buffer_names and not torch.compiler.is_compiling():
             before = {name: block.get_buffer(name).clone() for name in buffer_names}
 
-            # The contexts in which torch runs the forward and recomputes it.
+            # torch runs the forward in the first context, and recomputes it in the second one.
             def contexts() -> tuple[Any, Any]:
                 return contextlib.nullcontext(), EarlierBuffers(block, before)
 
@@ -69,10 +70,10 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
 
 
 class EarlierBuffers:
-    """Context in which a block has its buffers from before a forward, to recompute that forward.
+    """Context in which a block has its buffers from before a forward, to recompute the forward.
 
-    Changes of buffers inside are dropped. Each backward through the block enters the context; with
-    `retain_graph` there may be several.
+    The block gets its own buffers back at the end, so changes made in the context are lost. Each
+    backward through the block enters the context: with `retain_graph`, that may be several times.
     """
 
     def __init__(self, block: nn.Module, before: dict[str, Tensor]) -> None:
@@ -100,11 +101,11 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         return
     targets = [model] if mode == "full" else list(blocks)
     if targets:
-        # By default torch keeps metrics of the last 64 compilations only; `compile_summary` counts
-        # all of them.
+        # By default torch keeps only the metrics of the last 64 compilations, but `compile_summary`
+        # counts all of them.
         torch._dynamo.utils.set_compilation_metrics_limit(4096)
-        # DDP can split a compiled graph at its bucket boundaries. In a whole model that overlaps
-        # communication with backward; blocks would only be split into pieces.
+        # DDP can split a compiled graph at the boundaries of its buckets. For a whole model, this
+        # lets communication overlap with backward. Blocks are separate graphs already.
         torch._dynamo.config.optimize_ddp = mode == "full"
     torch_mode = "max-autotune-no-cudagraphs" if config.autotune else None
     options: dict[str, Any] = {
@@ -114,8 +115,8 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
     }
     for target in targets:
         if type(target).forward.__module__.startswith("torch."):
-            # The compiler skips torch's own functions, so `target.compile()` would not compile
-            # anything of a bare nn.Sequential or nn.TransformerEncoderLayer.
+            # The compiler skips torch's own functions. So for a plain nn.Sequential or
+            # nn.TransformerEncoderLayer, `target.compile()` would compile nothing.
             target.forward = torch.compile(as_function(target.forward), **options)
         else:
             target.compile(**options)
@@ -134,8 +135,8 @@ class Compiling:
     """Callback for runs that compile: holds back stop signals and logs a summary at the end."""
 
     # A stop signal often goes to all processes of a job. It would kill the compiler's subprocesses,
-    # and so fail the step. So the signal is blocked while the compiler works; subprocesses inherit
-    # the mask. The signal arrives once the compiler is done.
+    # and the step would fail. So this process blocks the signal while the compiler works, and
+    # subprocesses inherit the block. This process gets the signal once the compiler is done.
     def __enter__(self) -> "Compiling":
         handler = torch._dynamo.callback_handler
         handler.register_start_callback(self._block)
@@ -147,7 +148,7 @@ class Compiling:
         handler.remove_start_callback(self._block)
         handler.remove_end_callback(self._unblock)
         if kind is None:
-            # Without a graph, --compile.mode had no effect.
+            # Warn if there is no compiled graph: then --compile.mode had no effect.
             level = logging.INFO if graphs() else logging.WARNING
             log.log(level, "%s", compile_summary())
 
@@ -164,7 +165,7 @@ def graphs() -> int:
 
 
 def compile_seconds() -> float:
-    """Sum up the time that compiling took in this process, backward graphs included."""
+    """Return the total seconds spent on compiling in this process, backward graphs included."""
     entries = torch._dynamo.utils.get_compilation_metrics()
     return sum(entry.duration_us or 0 for entry in entries) / 1e6
 

@@ -1,7 +1,7 @@
 """Define all settings as one typed tree of frozen dataclasses, and load them from files.
 
-Each module declares its own settings; this one combines them. They are changed by dotted names
-("train.steps") and saved as JSON (config.json).
+Each module declares its own settings, and this one combines them. Settings are changed by dotted
+names ("train.steps") and saved as JSON (config.json).
 """
 
 import contextlib
@@ -32,10 +32,11 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-# By setting: another setting that overrides it if given, and that one's value for "not given".
+# Maps a setting to another one that overrides it, and to the value of the other one that means "not
+# given". For example, train.epochs overrides train.steps, unless train.epochs is 0.0.
 FOLLOWS_FROM = {"train.steps": ("train.epochs", 0.0), "name": ("run_dir", None)}
-# By type of a setting: the types of JSON, TOML or preset values that it accepts. Every other type
-# accepts only values of its own.
+# Maps the type of a setting to the types of values that it accepts from JSON, TOML or a preset. A
+# type that is not listed, such as int, accepts only values of the same type.
 ACCEPTED: dict[Any, Any] = {float: (int, float), Path: (str, Path), tuple: (list, tuple)}
 
 
@@ -83,7 +84,7 @@ class TrainConfig:
             least = 0
             if name in ("steps", "global_batch_size", "micro_batch_size", "log_every"):
                 least = 1
-            # This also refuses inf and nan.
+            # The comparison with inf also refuses inf and nan.
             if isinstance(value, int | float) and not least <= value < math.inf:
                 raise UserError(f"--train.{name.replace('_', '-')} must be at least {least}")
 
@@ -129,10 +130,10 @@ class RunLocation:
     @property
     def directory(self) -> Path:
         """The run directory; raises UserError if the name contains a path."""
-        plain = self.name == Path(self.name).name and self.name.isprintable()
-        # Path.name keeps these three. But "" would be runs itself, ".." its parent, and a folder
-        # named "~" is dangerous to remove.
-        if not plain or self.name in ("", "..", "~"):
+        is_plain = self.name == Path(self.name).name and self.name.isprintable()
+        # These three equal their Path.name, too. But "" would be the folder runs itself, ".." its
+        # parent, and a folder named "~" is dangerous to remove.
+        if not is_plain or self.name in ("", "..", "~"):
             raise UserError(f"--name {self.name!r} is not a plain name; give a path with --run-dir")
         directory = self.run_dir or Path("runs") / self.name
         # Raises UserError for a URL that this project cannot open.
@@ -184,9 +185,10 @@ def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None 
 
 
 def of_this_release(saved: dict[str, Any]) -> dict[str, Any]:
-    """Add to the settings of a run, by dotted name, those that an earlier release did not have.
+    """Return the settings of a saved run, with those added that its older release did not have.
 
-    A run without `optim.name` is older than Muon, so it trains with AdamW.
+    The settings are by dotted name. A run without `optim.name` is older than Muon, so it trains
+    with AdamW.
     """
     # Only projects with Muon have this setting.
     if "optim.name" not in saved and hasattr(OptimConfig(), "name"):
@@ -197,26 +199,26 @@ def of_this_release(saved: dict[str, Any]) -> dict[str, Any]:
 def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
     """Load settings of type `kind` from a TOML file, or from a run: its folder or config.json.
 
-    A TOML file changes the settings of `start`. A config.json sets all of them, so it ignores
-    `start`; settings of that run only (its name, its store) are left out.
+    A TOML file changes the settings of `start`. A config.json sets everything, so `start` is
+    ignored. The settings that belong to one run (its name, its store) are not taken from its file.
     """
     if path.is_dir():
         path = path / "config.json"
     is_toml = path.suffix == ".toml"
     changes = read_toml(path) if is_toml else read_json(path)
-    # `train`, whose settings are a plain Config, accepts the TOML file of the workflow's stages,
-    # but ignores their settings.
+    # The command `train`, whose settings are of type Config itself, also accepts a TOML file for
+    # the workflow's stages. It ignores the settings of the stages.
     if is_toml and kind is Config:
         changes = {n: value for n, value in changes.items() if not n.startswith("workflow.")}
     try:
         if is_toml:
             return override(start or preset("", kind), changes)
-        # Presets are not applied: they may have changed since. A setting that the file lacks is
-        # newer than the run and has its default.
+        # Start from the defaults without a preset, since presets may have changed after the run. A
+        # setting that the file lacks is newer than the run, and keeps its default.
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         changes = of_this_release(dict(flatten(changes)))
         loaded = override(kind(), changes, lenient=True)
-        # Another run must not save to the store of this one.
+        # Remove the object store, to which only the saved run itself may write.
         return on_disk(loaded)
     # A deeply nested file causes a RecursionError.
     except (UserError, RecursionError) as error:
@@ -230,7 +232,7 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def spec_to_json(spec: Any) -> dict[str, Any]:
-    """Return the contents of spec.json; {} if the spec would not survive a round trip."""
+    """Return the contents of spec.json; {} if reading them back would not give an equal spec."""
     # A user's own class may raise anything.
     with contextlib.suppress(Exception):
         values = to_json(spec)
@@ -240,7 +242,7 @@ def spec_to_json(spec: Any) -> dict[str, Any]:
 
 
 def spec_from_json(values: dict[str, Any]) -> Any:
-    """Return the spec of the data from JSON; raises any exception if it does not match Spec."""
+    """Return the spec of the data from JSON; may raise anything if `values` do not fit Spec."""
     types = get_type_hints(data_module.Spec)
     fields = {name: _checked(name, value, types[name]) for name, value in values.items()}
     return data_module.Spec(**fields)
@@ -249,8 +251,8 @@ def spec_from_json(values: dict[str, Any]) -> Any:
 def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
     """Change settings by dotted names ({"train.steps": 20}) or nested dictionaries, not by both.
 
-    Raises UserError for unknown names. If `lenient`, they are only logged, since other projects
-    and releases have other settings.
+    Raises UserError for unknown names. If `lenient`, unknown names are only logged, since other
+    projects and releases have other settings.
     """
     named = {name for name, _ in flatten(changes)}
     changes = {**changes, **outweighing(named)}
@@ -268,9 +270,10 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
 
 
 def outweighing(named: set[str]) -> dict[str, Any]:
-    """Return changes that turn off each setting that would override one that is `named`.
+    """Return changes that turn off settings which would override the `named` ones.
 
-    For example, train.steps turns off train.epochs, unless that is named, too.
+    For example, {"train.steps"} gives {"train.epochs": 0.0}, and {"train.steps", "train.epochs"}
+    gives {}.
     """
     changes: dict[str, Any] = {}
     for name, (overriding, not_given) in FOLLOWS_FROM.items():
@@ -286,7 +289,7 @@ def with_steps(config: Config, samples: int) -> Config:
 
 
 def _replace(part: Any, changes: dict[str, Any], unknown: dict[str, Any], prefix: str = "") -> Any:
-    """Change one dataclass of the settings; add the names that it does not have to `unknown`.
+    """Return a changed copy of one dataclass of settings; collect unknown names in `unknown`.
 
     `prefix` is the dotted name of this dataclass, such as "train.".
     """
@@ -337,21 +340,23 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value from JSON or TOML can be a setting of this type."""
+    """Return whether a value from JSON or TOML can be a setting of this type."""
     origin: Any = get_origin(kind) or kind
     if origin is Literal:
         # Compare the type too, since True equals 1 in Python.
         return any(type(value) is type(choice) and value == choice for choice in get_args(kind))
     # isinstance(True, int) is true, but a setting that is a number does not accept a bool.
-    if isinstance(value, bool) or origin is bool:
-        return isinstance(value, bool) and origin is bool
+    has_bool = isinstance(value, bool)
+    wants_bool = origin is bool
+    if has_bool or wants_bool:
+        return has_bool and wants_bool
     return isinstance(value, ACCEPTED.get(origin, origin))
 
 
 def _is_too_large(name: str, value: Any) -> bool:
-    """Tell whether a number is beyond a signed 64-bit integer, which no setting needs."""
-    # A seed may be larger, since it is hashed.
+    """Return whether a number is too large for a signed 64-bit integer."""
+    # Only the seed may be larger, since it is hashed.
     if name == "train.seed" or not isinstance(value, int | float):
         return False
-    # inf does not overflow; the setting itself may refuse it.
-    return 1 << 63 <= abs(value) < math.inf
+    # inf is not too large here; the setting itself may refuse it.
+    return 2**63 <= abs(value) < math.inf

@@ -49,24 +49,29 @@ def pick_device(name: str) -> torch.device:
 
 
 def pick_gpu(device: torch.device) -> torch.device:
-    """Give "cuda" the index of this process on its machine; UserError if there is no such GPU."""
+    """Choose this process's GPU: the given one, or that of its rank on this machine.
+
+    Raises UserError if there is no such GPU.
+    """
     index = device.index
-    ways_out = "choose another index, or use --device cuda"
+    advice = "choose another index, or use --device cuda"
     if index is None:
         index = int(os.environ.get("LOCAL_RANK", "0"))
-        ways_out = "start fewer processes on this machine, or use --device cpu"
+        advice = "start fewer processes on this machine, or use --device cpu"
     elif os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
-        raise UserError(f"--device {device}: one GPU for all processes here; use --device cuda")
+        raise UserError(
+            f"--device {device} would put all processes of this machine on one GPU; use --device cuda"
+        )
     count = torch.cuda.device_count()
     if index >= count:
-        raise UserError(f"there is no GPU {index} among the {count} here: {ways_out}")
+        raise UserError(f"there is no GPU {index} among the {count} here: {advice}")
     return torch.device("cuda", index)
 
 
 def set_up_torch(deterministic: bool, compute_dtype: torch.dtype) -> None:
     """Set kernel precision and determinism."""
-    # This is for matrix products that remain in float32. "high" allows TF32 on GPUs that have it;
-    # "medium" allows bfloat16, which autocast uses for all other products.
+    # For matrix products that autocast leaves in float32. "high" allows TF32 on GPUs that have it.
+    # "medium" allows bfloat16, which loses no more than autocast does in all other products.
     precision = "high" if compute_dtype == torch.float32 else "medium"
     torch.set_float32_matmul_precision(precision)
     if deterministic:

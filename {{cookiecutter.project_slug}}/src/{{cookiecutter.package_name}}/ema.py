@@ -1,6 +1,7 @@
 """Keep an exponential moving average of the weights (EMA), in the optimizer's state.
 
-So checkpoints save it, sharded like the weights, and a resumed run continues it.
+Checkpoints save the average with this state, sharded like the weights, and a resumed run continues
+it.
 """
 
 import contextlib
@@ -17,7 +18,7 @@ EMA = "ema"
 
 
 def keep_average(optimizer: torch.optim.Optimizer) -> None:
-    """Update the averages after each optimizer step, with the ema_decay of each group."""
+    """Make the optimizer update the averages after each step, by the ema_decay of each group."""
     for group in optimizer.param_groups:
         # A placeholder: the schedule sets the decay before each step.
         group["ema_decay"] = 0.0
@@ -26,7 +27,7 @@ def keep_average(optimizer: torch.optim.Optimizer) -> None:
 
 @torch.no_grad()
 def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Move each average towards its weights, without collectives and without host syncs."""
+    """Move each average towards its weights, without collectives or waiting for the device."""
     for group in optimizer.param_groups:
         trained = [p for p in group["params"] if p.grad is not None]
         if not trained:
@@ -41,8 +42,8 @@ def _update_averages(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         averages = [parallel.local_part(optimizer.state[p][EMA]) for p in trained]
         fraction = 1 - group["ema_decay"]
         # This hook also runs after a bad step that a fused optimizer has skipped on the device
-        # (run/bad_steps.py). Such a step must not change the averages either. Its flag stays on
-        # the device, since reading it would make the host wait.
+        # (run/bad_steps.py). Such a step must not change the averages either. `found_inf` is 1
+        # then, and stays on the device, since reading it would make the host wait.
         is_bad = getattr(optimizer, "found_inf", None)
         if is_bad is not None:
             fraction = fraction * (1 - is_bad)
@@ -57,9 +58,10 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 
     Buffers (batch statistics) stay as they are, and so do weights that have no average.
     """
+    # Each weight with its average. Where their dtypes are equal, the two swap their values.
     pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
-    # Copies of weights in half precision, by their index in `pairs`. Swapping these weights with
-    # their float32 averages would round the averages.
+    # Copies of weights in half precision, by their index in `pairs`. These weights do not swap with
+    # their float32 averages, since that would round the averages.
     copies: dict[int, torch.Tensor] = {}
     for p, state in optimizer.state.items():
         if EMA in state:
@@ -69,7 +71,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
         old_weight = weight.clone()
         weight.copy_(average)
         if average.dtype == weight.dtype:
-            # A swap needs no memory for a second copy of all weights.
+            # Complete the swap, so that `old_weight` can be freed before the next pair.
             average.copy_(old_weight)
         else:
             copies[i] = old_weight
@@ -81,6 +83,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
             if i in copies:
                 weight.copy_(copies[i])
             else:
+                # Swap back: after the first swap, `weight` holds the averaged values.
                 averaged = weight.clone()
                 weight.copy_(average)
                 average.copy_(averaged)
@@ -89,7 +92,7 @@ def averaged_weights(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iter
 def free_gathered(model: nn.Module) -> None:
     """Free weights that FSDP has gathered for the last forward.
 
-    The next forward would use them instead of weights that have changed since.
+    Otherwise the next forward would use these old values instead of the changed weights.
     """
-    # Its result is not needed: a hook of FSDP, which runs before it, frees the gathered weights.
+    # The result is not needed. A hook of FSDP, which runs before state_dict(), frees the weights.
     model.state_dict()

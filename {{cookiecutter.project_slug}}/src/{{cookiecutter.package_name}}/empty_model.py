@@ -1,8 +1,8 @@
 """Build a model without initializing the weights that --init-from will load.
 
-Each matrix with the shape of one in the files is built on torch's `meta` device, which saves memory
-and random initialization. Later it is allocated on its device (with FSDP, only this rank's shard),
-and resume.py reads its values.
+A matrix whose shape occurs in the files is built on torch's `meta` device, without memory and
+without random initialization. Later the matrix is allocated on its real device (with FSDP, only
+this rank's shard), and resume.py reads its values.
 """
 
 import logging
@@ -29,15 +29,16 @@ def build_without_values(
 ) -> nn.Module:
     """Build a model whose weights, except those in `new`, are later read from `path`; collective.
 
-    If this is not possible, the model is built as without --init-from. If it failed, a log line of
-    the first rank says why.
+    If this is not possible, the model is built with initial values, as without --init-from. If the
+    attempt raised an error, the log says which one.
     """
     states = random_states()
     problem = ""
     model: Any = None
     try:
-        # Runs and checkpoints are built with values: they may lack weights, and must be verified
-        # first. So are incomplete folders; the error is raised when they are read.
+        # If the path is a run or a checkpoint, leave `model` None and build with values below,
+        # since it may lack weights and must be verified first. Do the same for a folder that lacks
+        # files: resume.py reads it later, and raises the error.
         if is_plain_weights(path):
             # The tensors of the file or files by name, memory-mapped.
             stored = OneFile(path).forms
@@ -45,11 +46,11 @@ def build_without_values(
     # The user's code may raise anything.
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".partition("\n")[0]
-    # Files may be missing on some machines, but all ranks must build in the same way.
+    # Files may be missing on some machines. If one rank cannot build without values, no rank does.
     if Group(world).any(model is None):
         if problem:
             log.info("the model is initialized before %s is read: %s", path, problem)
-        # The failed attempt may have drawn random numbers.
+        # A failed attempt may have drawn random numbers.
         set_random_states(states)
         return parallel.build(make, world)
     # With FSDP, `parallel.wrap` allocates the parameters and keeps only this rank's shards.
@@ -73,13 +74,13 @@ def build_on_meta(
             shapes.add(tensor.transpose(-1, -2).shape)
 
     def drop_value(module: nn.Module, name: str, parameter: Any) -> None:
-        """Move a parameter to `meta` when a module registers it; it stays the same object."""
+        """Move a parameter to `meta` when a module registers it, without replacing the object."""
         is_plain = type(parameter) is nn.Parameter and parameter.layout == torch.strided
         if is_plain and not parameter.is_meta and parameter.shape in shapes:
             move(parameter, torch.device("meta"))
 
-    # The ids of tensors that may be on `meta`: at first those from before. The parameters that are
-    # read later are added below.
+    # The ids of tensors that may be on `meta`: those that were there before, and the parameters
+    # that are read later, which are added below.
     known = {id(tensor) for tensor in meta_tensors()}
     hook = register_module_parameter_registration_hook(drop_value)
     try:
@@ -93,7 +94,8 @@ def build_on_meta(
         stored = rename(stored)
     # Maps names in the model to names in the files.
     stored_names = weight_names(stored, [*model.state_dict()])
-    # Parameters whose values are read later. A tied one may be stored under any of its names.
+    # Parameters whose values are read later. A tied parameter has several names, and may be stored
+    # under any of them.
     to_read: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         is_stored = name in stored_names and stored[stored_names[name]].shape == parameter.shape
@@ -105,16 +107,17 @@ def build_on_meta(
                 raise ValueError(f"{name} has the shape of a tensor in the files, but is not read")
             vars(parameter)[READ_LATER] = True
             known.add(id(parameter))
-    # Any other tensor on `meta` was computed from such a parameter, and has no values.
+    # Any other tensor on `meta` was computed from a parameter on `meta`, so its values are lost.
     if any(id(tensor) not in known for tensor in meta_tensors()):
         raise ValueError("build_model computes something from its parameters")
     return model
 
 
 class KeepValues(TorchFunctionMode):
-    """Keeps tensors with values from being moved to `meta`; only their dtype changes.
+    """Makes `tensor.to(...)` change only the dtype of a tensor that it would move to `meta`.
 
-    peft moves each adapter to the device of the layer that it adapts, which is `meta` here.
+    Otherwise the tensor would lose its values. For example, peft moves each adapter to the device
+    of the layer that it adapts, which is `meta` here.
     """
 
     def __torch_function__(
@@ -136,9 +139,9 @@ def allocate(model: nn.Module, device: torch.device) -> None:
 
 
 def move(parameter: nn.Parameter, device: torch.device) -> None:
-    """Move a parameter without its values; all references to it then see the moved one."""
+    """Move a parameter to a device without its values; the Parameter object stays the same."""
     moved = nn.Parameter(torch.empty_like(parameter, device=device), parameter.requires_grad)
-    # The swap exchanges the attributes, too, so copy them to the other side before.
+    # The swap also exchanges the attributes, so copy them to `moved` first.
     vars(moved).update(vars(parameter))
     hooks = parameter._backward_hooks
     late_hooks = parameter._post_accumulate_grad_hooks

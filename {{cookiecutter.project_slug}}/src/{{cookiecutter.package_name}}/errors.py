@@ -13,22 +13,22 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-# Exit code of a rank that fails before the end of its first step with an error that would repeat,
-# so that launch.py does not restart the ranks. (EX_SOFTWARE of sysexits.h)
+# Exit code of a rank that fails before the end of its first step, with an error that would repeat
+# after a restart. The launcher then does not restart the ranks. (EX_SOFTWARE of sysexits.h)
 FAILED_AT_START = 70
-# Errors that a restart may avoid: of files, memory, the network or a GPU. They are listed by name,
-# since torch's classes exist only once torch is imported.
+# Errors of files, memory, the network or a GPU, which may not occur again after a restart. They are
+# listed by class name, so that this module need not import torch for its classes.
 PASSING = {"OSError", "MemoryError", "OutOfMemoryError", "AcceleratorError", "DistError"}
 # A RankError may report such an error of another rank.
 PASSING |= {"RankError"}
 # Packages that raise network errors.
 NETWORK_PACKAGES = {"aiohttp", "botocore", "httpcore", "httpx", "urllib3"}
-# Words in the messages of errors that a restart may avoid, but that are plain RuntimeErrors.
+# Other errors that may not occur again are plain RuntimeErrors, with one of these texts in them.
 PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error", "cuDNN error")
 # Whether this process has completed a step of a distributed run; a stage never sets it.
 stepped = threading.Event()
 
-# On one of these signals a run saves and stops.
+# When a run gets one of these signals, it saves and stops.
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -57,8 +57,8 @@ def command_for(name: str, run_dir: Path) -> str:
 def run_main(command: Callable[[], int]) -> int:
     """Run a command; return exit code 0 on success, 1 when something failed, 2 for bad input.
 
-    After Ctrl-C the code is 130. Under torchrun the process ends here, and its code may also be
-    FAILED_AT_START.
+    After Ctrl-C the code is 130. Under torchrun this does not return but ends the process, and the
+    code may also be FAILED_AT_START.
     """
     try:
         code = command()
@@ -66,12 +66,12 @@ def run_main(command: Callable[[], int]) -> int:
         # As in shells: 128 + the number of SIGINT.
         code = 130
     except SystemExit as stop:
-        # Raised for wrong options, by a stage that was stopped, or by the project's own code.
+        # SystemExit comes from wrong options, a stage that was stopped, or the user's own code.
         code = 0
         if isinstance(stop.code, int):
             code = stop.code
         elif stop.code is not None:
-            # Python itself would print such a text, and exit with code 1.
+            # The code is a text. Like Python itself, print the text, and exit with code 1.
             _report(str(stop.code))
             code = 1
             if "RANK" in os.environ and not stepped.is_set():
@@ -89,7 +89,8 @@ def run_main(command: Callable[[], int]) -> int:
         elif "RANK" in os.environ and _would_repeat(error):
             code = FAILED_AT_START
         if reader_is_gone:
-            # As after `--help | head`. Python flushes stdout again at exit, which must not fail.
+            # The reader of stdout has ended, such as head in `--help | head`. Connect stdout to
+            # /dev/null, since Python flushes stdout once more at exit, which must not fail.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         else:
             _report(line or traceback.format_exc().rstrip())
@@ -99,30 +100,31 @@ def run_main(command: Callable[[], int]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(code)
-    # Without this, Python would scan all of torch for garbage at exit, which takes a second.
+    # Without gc.freeze, Python would scan all of torch for garbage at exit, which takes a second.
     atexit.register(gc.freeze)
     for number in STOP_SIGNALS:
-        # Stop signals often come twice, and Python removes its own handlers as it exits: the second
-        # one would kill this process. Ctrl-C can still end a process that hangs as it exits.
+        # Stop signals often come twice. Python removes its signal handlers while it exits, so the
+        # second signal would kill this process. Do not ignore SIGINT: Ctrl-C can still end a
+        # process that hangs while it exits.
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
     return code
 
 
 def note_step() -> None:
-    """Note that this process has completed a step: later errors may not repeat on a restart."""
+    """Note that this process has completed a step: an error after that may not repeat."""
     stepped.set()
 
 
 def _would_repeat(error: Exception) -> bool:
-    """Tell whether a restart would fail in the same way.
+    """Return whether the same error would occur again after a restart.
 
-    It would if the error comes before the end of the first step, and is not one of files, memory,
+    This is assumed of each error before the end of the first step, except errors of files, memory,
     the network or a GPU.
     """
     if stepped.is_set():
         return False
-    # The bases of its class count, too: a FileNotFoundError is an OSError.
+    # Also check the bases of the error's class: a FileNotFoundError is an OSError.
     for kind in type(error).__mro__:
         package = kind.__module__.partition(".")[0]
         if kind.__name__ in PASSING or package in NETWORK_PACKAGES:
@@ -132,7 +134,7 @@ def _would_repeat(error: Exception) -> bool:
 
 
 def _stdout_is_closed() -> bool:
-    """Tell whether nobody reads this process's stdout any more."""
+    """Return whether stdout is a pipe or a terminal whose reader is gone."""
     poll = select.poll()
     # With an empty mask of events, poll reports only errors and closed ends of descriptor 1.
     poll.register(1, 0)
@@ -140,11 +142,11 @@ def _stdout_is_closed() -> bool:
 
 
 def _report(text: str) -> None:
-    """Print an error to stderr, on the first rank of a machine before the others."""
+    """Print an error to stderr; the first rank of a machine prints before its other ranks."""
     rank = ""
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        # Most errors occur on all ranks. While this rank waits, the first one reports the error and
-        # exits; torchrun then stops this one.
+        # Most errors occur on all ranks. While this rank waits, the first rank reports the error
+        # and exits. Then torchrun stops this rank, so the error is printed only once.
         time.sleep(1.0)
         rank = f"[rank {os.environ['RANK']}] "
     print(rank + printable(text), file=sys.stderr)
@@ -155,13 +157,13 @@ def _in_one_line(error: Exception) -> str:
     text = str(error)
     if isinstance(error, UserError | RankError):
         return f"error: {text}"
-    # Such a message names the file, so it needs no traceback.
+    # The message of an OSError with a file name names the file, so it needs no traceback.
     if isinstance(error, OSError) and error.filename:
         return f"error: {text}"
     # gloo's message is "Connection closed by peer" or "Connection reset by peer".
     if "RANK" in os.environ and "gloo" in text and "by peer" in text:
         return "error: lost the connection to another rank: see the first error of any rank"
-    # Compare the name of the class, since torch may not be imported.
+    # Compare the name of the class, since torch may not have been imported.
     if type(error).__name__ == "OutOfMemoryError":
         ways = "--train.activation-checkpointing or a smaller --train.micro-batch-size"
         if (Path(__file__).parent / "workflow/fit.py").exists():
@@ -172,5 +174,11 @@ def _in_one_line(error: Exception) -> str:
 
 def printable(text: str) -> str:
     """Escape control characters: text from a file must not send commands to a terminal."""
-    # ascii() returns the escaped character between quotes.
-    return "".join(c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    shown: list[str] = []
+    for character in text:
+        if character.isprintable() or character in "\n\t":
+            shown.append(character)
+        else:
+            # ascii() returns the escaped character between quotes.
+            shown.append(ascii(character)[1:-1])
+    return "".join(shown)

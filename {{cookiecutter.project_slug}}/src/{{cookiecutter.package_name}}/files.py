@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import stat
@@ -18,25 +19,26 @@ from .errors import UserError
 log = logging.getLogger(__name__)
 # Error codes of a file system that does not support an operation.
 NOT_SUPPORTED = {errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP}
-# Environment variable: with 1, the user states that no other job writes to the same path.
+# Environment variable. The user sets it to 1 to state that no other job writes to the same path.
 WITHOUT_LOCKS = "WITHOUT_LOCKS"
 # How much `fingerprint_files` reads: at most this many probes, each of this many bytes.
 PROBES = 256
 PROBE_BYTES = 4096
-# Whether the warning that folders cannot be synced was logged.
+# Whether this process has logged the warning that folders cannot be synced.
 warned_of_sync = False
 
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Add `path` to an OSError in the block: failed reads, writes and syncs do not name a file."""
+    """Add `path` to an OSError of the block that names no file, such as that of a failed write."""
     try:
         yield
     except Exception as error:
         cause: BaseException | None = error
         if not isinstance(error, OSError | UserError):
-            # torch.save raises its own error while it handles that of the file. (A UserError may
-            # follow an OSError, too, but already says what to do.)
+            # torch.save raises its own error while it handles the file's OSError, which is then the
+            # context of its error. (A UserError may have an OSError as context, too, but already
+            # says what to do.)
             cause = error.__context__
         if not isinstance(cause, OSError) or not cause.errno:
             raise
@@ -48,7 +50,8 @@ def naming(path: Any) -> Iterator[None]:
 def expand_home(value: Any) -> Any:
     """Expand "~" in a path, or in all paths of a dataclass of settings.
 
-    Raises UserError if the home directory is unknown: a folder named "~" is dangerous to remove.
+    Raises UserError if the home directory is unknown. Otherwise, a command would create a folder
+    named "~", which is dangerous to remove: in a shell, ~ is the home directory.
     """
     if isinstance(value, Path):
         expanded = Path(os.path.expanduser(value))
@@ -72,14 +75,14 @@ def expand_home(value: Any) -> Any:
 def walk_folders(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
     """Walk a folder like os.walk; follow links to folders elsewhere, and visit each folder once.
 
-    Links to folders below `root`, which are visited under their own names, and to folders above it
-    are not followed. A warning counts the links that are left out.
+    This does not follow links to folders below `root`, which it visits under their own names. Nor
+    does it follow links to `root` and the folders above. A warning counts the links left out.
     """
     top = root.resolve()
     visited = {_identity(root)}
     left_out: list[Path] = []
     for parent, folders, files in os.walk(root, followlinks=True):
-        # The caller may sort the list of folders, and remove those to skip.
+        # The caller may sort the list `folders`, and remove folders to skip.
         yield Path(parent), folders, files
         for name in list(folders):
             folder = Path(parent, name)
@@ -96,13 +99,13 @@ def walk_folders(root: Path) -> Iterator[tuple[Path, list[str], list[str]]]:
 
 
 def _identity(folder: Path) -> tuple[int, int]:
-    """Return device and inode, which are the same for all names of a folder."""
+    """Return the device and inode numbers, which are the same for all names of a folder."""
     status = folder.stat()
     return status.st_dev, status.st_ino
 
 
 def check_regular(files: Iterable[Path]) -> None:
-    """Raise UserError for a device, a folder, a broken link, or a pipe (a reader would hang)."""
+    """Raise UserError if one of the files is not a regular file. Reading a pipe would hang."""
     for file in files:
         if not file.is_file():
             raise UserError(f"{file} is not a regular file, or is a broken link: remove it")
@@ -149,15 +152,16 @@ def read_json(path: Path, parse: Callable[[str], Any] = json.loads) -> dict[str,
 
 
 def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
-    """Open a file of a run for writing; UserError for a link."""
+    """Open a file of a run for writing; UserError for a link, or anything but a regular file."""
 
     # A run directory from elsewhere, such as an archive, may have links to any of the user's files.
+    # Writing through a link would overwrite that file.
     def regular(name: str, flags: int) -> int:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(name).st_mode):
                 raise UserError(f"{name} is a link or not a regular file: remove it")
-        # If the file is replaced after this check, the flags refuse a link and do not wait for the
-        # reader of a pipe.
+        # The file may be replaced after this check. Then O_NOFOLLOW refuses a link, and O_NONBLOCK
+        # does not wait for the reader of a pipe.
         return os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
 
     if "b" not in mode:
@@ -167,9 +171,12 @@ def open_to_write(path: Path | str, mode: str = "w", **options: Any) -> Any:
 
 @contextlib.contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that atomically replaces `path` at the end; does not follow links."""
+    """Yield a temporary path; if the block succeeds, that file atomically replaces `path`.
+
+    If `path` is a link, the link itself is replaced.
+    """
     temporary = path.with_name(f".{path.name}")
-    # A killed process may have left this file, or somebody may have put a link there.
+    # A killed process may have left the temporary file, or somebody may have put a link there.
     temporary.unlink(missing_ok=True)
     try:
         yield temporary
@@ -197,7 +204,7 @@ def write_json(path: Path, content: Any) -> None:
 
 
 def goes_without_lock(error: OSError, path: Path | str) -> bool:
-    """Tell whether to continue although locking failed; False if another process has the lock.
+    """Return whether to continue although locking failed; False if another process has the lock.
 
     Raises UserError on a file system without locks, unless the user sets WITHOUT_LOCKS=1.
     """
@@ -242,7 +249,7 @@ def rename_directory(source: Path, target: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the names in a directory: a synced file can be lost while its name is not synced."""
+    """Sync the names in a directory: until its name is synced, a synced file can still be lost."""
     global warned_of_sync
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:
@@ -271,7 +278,7 @@ def fingerprint(*parts: Any) -> str:
             content: bytes | memoryview = repr(part).encode()
         else:
             content = memoryview(part).cast("B")
-        # With the lengths, the parts ("ab", "c") differ from ("a", "bc").
+        # Without the lengths, (b"ab", b"c") and (b"a", b"bc") would have the same fingerprint.
         digest.update(len(content).to_bytes(8, "little"))
         digest.update(content)
     return digest.hexdigest()[:16]
@@ -280,8 +287,8 @@ def fingerprint(*parts: Any) -> str:
 def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> str:
     """Return a fingerprint of files: of their names below `root`, sizes and probes of content.
 
-    The probes are spread evenly and read at most a megabyte, whatever the size of the data. A
-    change that keeps all sizes and falls between the probes is not noticed. The fingerprint also
+    The probes are spread evenly over the data, and together have at most a megabyte. A change of
+    content between the probes is not noticed if all sizes stay the same. The fingerprint also
     depends on the values `stated`, such as settings that determine how the files are read.
     """
     listing = []
@@ -292,17 +299,18 @@ def fingerprint_files(root: Path, files: Sequence[Path], *stated: int | str) -> 
         # Python decodes a name by the locale, but its bytes are the same in all locales.
         name = os.fsencode(file.relative_to(root).as_posix())
         listing.append(f"{name.decode('utf-8', 'surrogateescape')} {size}")
-    # At most PROBES in total: several per file if there are few files, else one in every n-th file.
-    # The division rounds up.
-    every = max(1, -(-len(files) // PROBES))
-    in_each = max(1, PROBES // max(1, len(files)))
+    # If there are few files, each has several probes. If there are more than PROBES files, only
+    # every n-th file has a probe.
+    probes_per_file = max(1, PROBES // max(1, len(files)))
+    every_nth = max(1, math.ceil(len(files) / PROBES))
     files_and_sizes = list(zip(files, sizes, strict=True))
     probes = []
-    for file, size in files_and_sizes[::every]:
-        # The probes of a file begin at equal distances, from its first byte to this one.
+    for file, size in files_and_sizes[::every_nth]:
+        # The probes begin at equal distances. The first is at the start of the file, and the last,
+        # which begins at `last_start`, is at its end.
         last_start = max(0, size - PROBE_BYTES)
         with open(file, "rb", buffering=0) as opened:
-            for probe in range(in_each):
-                opened.seek(last_start * probe // max(1, in_each - 1))
+            for probe in range(probes_per_file):
+                opened.seek(last_start * probe // max(1, probes_per_file - 1))
                 probes.append(opened.read(PROBE_BYTES))
     return fingerprint("\n".join(listing), b"".join(probes), *stated)

@@ -18,7 +18,8 @@ def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
 
     Also returns the index of this rank's first sample in the result. Ranks may have different
     numbers of samples. Gradients flow back to the features of every rank. The host waits once for
-    the device. Since such a loss needs its whole batch at once, a run refuses to use micro-batches.
+    the device. A loss that gathers needs the whole batch at once, so a run that would split each
+    rank's samples into several micro-batches ends with an error.
     """
     # The run reads this after the first call of compute_loss (`check_whole_batch` in loss.py).
     Gathered.used = True
@@ -26,13 +27,14 @@ def gather_with_gradients(features: Tensor) -> tuple[Tensor, int]:
         return features, 0
     rank = dist.get_rank()
     sizes = features.new_zeros(dist.get_world_size(), dtype=torch.int64)
-    # A rank without samples is padded with the batch's first sample: do not gather it twice.
+    # A rank without samples processes a copy of the batch's first sample. Leave the copy out, so
+    # that this sample is not gathered twice.
     own = features[:0] if Gathered.is_padding else features
     sizes[rank] = len(own)
     # Each rank has set only its own entry, so the sum has the entries of all ranks.
     dist.all_reduce(sizes)
     counts: list[int] = sizes.tolist()
-    # The sample of a padded rank is the first of the result, from the rank that really has it.
+    # The original of such a copy is the first sample of the result.
     first = 0 if Gathered.is_padding else sum(counts[:rank])
     return _Gather.apply(own, counts), first
 
@@ -44,7 +46,7 @@ class _Gather(torch.autograd.Function):
     def forward(ctx: Any, features: Tensor, counts: list[int]) -> Tensor:
         """Return the features of all ranks, in rank order."""
         ctx.counts = counts
-        # all_gather needs the same shape on all ranks, so shorter ones are padded with zeros.
+        # all_gather needs the same shape on all ranks, so pad shorter features with zeros.
         padded = features.new_zeros(max(counts), *features.shape[1:])
         padded[: len(features)] = features
         gathered = [torch.empty_like(padded) for _ in counts]

@@ -1,4 +1,4 @@
-"""A loss as sums over a batch, the means of these sums, and the check for a bad step."""
+"""A loss as sums over a batch, the means of these sums, and checks for bad steps and values."""
 
 import logging
 import math
@@ -15,14 +15,14 @@ log = logging.getLogger(__name__)
 
 
 class LossSum(NamedTuple):
-    """Sums over a batch, not means, so that accumulation and uneven ranks are exact."""
+    """Sums over a batch. Unlike means, sums of batches of different sizes add up exactly."""
 
-    # The sum of the losses, a scalar to differentiate.
+    # The sum of the losses, a scalar tensor with a gradient.
     total: torch.Tensor
-    # The divisor of `total`: the tokens, or images, in the batch.
+    # The number of losses in `total`, such as the number of tokens or images in the batch.
     count: torch.Tensor | int
-    # More sums, whose means are reported. A tensor is divided by `count`, a pair (sum, divisor) by
-    # its own divisor.
+    # Further sums by name, whose means are reported. A single sum is divided by `count`. The sum in
+    # a pair (sum, divisor) is divided by that divisor.
     metrics: dict[str, Any]
 
 
@@ -31,8 +31,8 @@ class Gathered:
 
     # Whether compute_loss has called `gather_with_gradients`.
     used = False
-    # Whether this rank has no samples left in this forward, and repeats the first one of the batch
-    # at weight 0.
+    # Whether this rank has no samples for this forward, and instead processes a copy of the batch's
+    # first sample at weight 0.
     is_padding = False
 
 
@@ -42,13 +42,13 @@ COUNTED = "how many losses the total adds up (tokens, images)"
 
 
 def require_type(value: object, kind: type, what: str) -> None:
-    """Check that one of your functions returned a value of this type (UserError)."""
+    """Raise UserError unless `value`, which one of your functions returned, has this type."""
     if not isinstance(value, kind):
         raise UserError(f"{what}: expected {kind.__name__}, not {type(value).__name__}")
 
 
 def check_whole_batch(micro_batches: int, validate_batch_size: int) -> None:
-    """UserError if a loss that compares samples of all ranks gets only some of them at a time."""
+    """Raise UserError if a loss compares all samples of a batch, but gets only some at a time."""
     if not Gathered.used:
         return
     problem = "compute_loss compares all samples of a batch (gather_with_gradients), but"
@@ -65,7 +65,7 @@ def check_whole_batch(micro_batches: int, validate_batch_size: int) -> None:
 
 
 def check_loss(loss: Any, is_trained: bool = True) -> None:
-    """Check all that compute_loss returned (UserError), without waiting for the device.
+    """Raise UserError if compute_loss returned something wrong; does not wait for the device.
 
     `is_trained` is False if the loss was computed without gradients.
     """
@@ -109,7 +109,7 @@ def check_loss(loss: Any, is_trained: bool = True) -> None:
 
 
 def check_number(value: object, what: str, device: torch.device) -> None:
-    """Check that a value is a real number, or a tensor of one number on `device` (UserError)."""
+    """Raise UserError unless a value is a real number, or a tensor of one number on `device`."""
     if not isinstance(value, torch.Tensor):
         if not isinstance(value, Real):
             wanted = "a number or a tensor of one number"
@@ -127,29 +127,29 @@ def check_number(value: object, what: str, device: torch.device) -> None:
 
 
 def check_count(count: float) -> None:
-    """UserError for a count that no batch can have."""
-    # A micro-batch may count nothing: images without a box, texts without a target.
+    """Raise UserError if no batch can have this count."""
+    # A count of 0 is valid: a micro-batch may have only images without a box.
     if not 0 <= count < math.inf:
         raise UserError(f"{RETURNED}: the count is {count:g}: wanted {COUNTED}")
 
 
 def check_counted(sums: torch.Tensor) -> None:
-    """UserError if a whole batch has a loss but counts nothing; `sums` is its loss vector.
+    """Raise UserError if a whole batch has a loss but a count of 0; `sums` is its loss vector.
 
-    It checks only on a CPU, since reading sums on a GPU would make the host wait. On a GPU such a
-    step is skipped as a bad one.
+    This is checked only on a CPU, since reading sums on a GPU would make the host wait. On a GPU
+    `judge_step` finds that such a step is bad, so it is skipped.
     """
     if sums.device.type != "cpu":
         return
     total, count, *_ = sums.tolist()
-    # A batch without anything to predict has a count and a loss of 0, which is no mistake. A NaN is
-    # not above 0, and is left to `judge_step`.
+    # A batch with nothing to predict has a count of 0 and a loss of 0, which is not a mistake. A
+    # loss of NaN is not an error here either: nan > 0 is False, and `judge_step` finds the NaN.
     if count == 0 and abs(total) > 0:
         raise UserError(f"{RETURNED}: the count of a whole batch is 0: wanted {COUNTED}")
 
 
 def check_model(model: Any) -> None:
-    """UserError unless build_model returned a module whose parameters can all be trained here."""
+    """Raise UserError unless build_model returned a module that the loop can train."""
     require_type(model, nn.Module, "what build_model (model.py) returns")
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if nn.parameter.is_lazy(tensor):
@@ -162,20 +162,21 @@ def check_model(model: Any) -> None:
 
 
 def check_blocks(blocks: Any) -> None:
-    """UserError unless model.py's `blocks` returned a list of modules that are called."""
+    """Raise UserError unless `blocks` (model.py) returned a list of modules that can be called."""
     advice = "return a list of the layers, as in [*model.layers]"
     if not isinstance(blocks, Iterable):
         raise UserError(f"blocks (model.py) returns {type(blocks).__name__}: {advice}")
     for block in blocks:
-        # A list of modules is never called, so it cannot be compiled, recomputed or sharded.
+        # A ModuleList or ModuleDict is never called, so it cannot be compiled, recomputed or
+        # sharded.
         if not isinstance(block, nn.Module) or isinstance(block, nn.ModuleList | nn.ModuleDict):
             raise UserError(f"blocks (model.py) returns a {type(block).__name__} in it: {advice}")
 
 
 def check_optimizer(optimizer: Any, model: nn.Module) -> None:
-    """Raise UserError for an optimizer that the loop cannot step.
+    """Raise UserError if the loop cannot step this optimizer.
 
-    Warns if a trainable parameter is not in the optimizer.
+    Logs a warning if a trainable parameter is not in the optimizer.
     """
     require_type(optimizer, torch.optim.Optimizer, "what build_optimizer (optim.py) returns")
     if isinstance(optimizer, torch.optim.LBFGS):
@@ -195,7 +196,7 @@ def check_optimizer(optimizer: Any, model: nn.Module) -> None:
 
 
 def loss_vector(loss: LossSum) -> torch.Tensor:
-    """Stack the sum and count of the loss, then those of each metric.
+    """Return the vector [total, count, sum of metric 1, divisor of metric 1, ...] of a loss.
 
     The vector is float32, detached, and on the device of the loss.
     """
@@ -208,8 +209,8 @@ def loss_vector(loss: LossSum) -> torch.Tensor:
             values += [metric, loss.count]
     tensors: list[torch.Tensor] = []
     for value in values:
-        # `new_full` fills the number in on the device. A tensor that is made on the host would have
-        # to be copied there, and the copy waited for.
+        # `new_full` creates the tensor on the device. A tensor that is created on the host would
+        # have to be copied to the device, and the host would wait for the copy.
         if not isinstance(value, torch.Tensor):
             value = total.new_full((), value)
         tensors.append(value.detach().float())
@@ -221,28 +222,30 @@ def judge_step(
 ) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]:
     """Return the factor for the gradients, their norm before clipping, and whether the step is bad.
 
-    The gradients, whose norm is `norm`, are those of summed losses, averaged over the ranks. `sums`
-    holds the total and the count over all ranks. A step is bad when its loss or gradient is not
-    finite.
+    Each rank has summed its losses, and the gradients of these sums were averaged over the ranks.
+    `norm` is their norm so far. The factor turns them into gradients of the mean loss, and clips
+    them to the norm `clip` (0: no clipping). `sums` is the loss vector, summed over the ranks. A
+    step is bad if its loss or gradient is not finite.
     """
     # On a GPU the values stay scalar tensors, since reading one would make the host wait for the
-    # step. On a CPU there is nothing to wait for, and an operation on a scalar tensor takes ten
-    # times as long as one on a number. `size` is the norm in either form.
+    # step. On a CPU the values become numbers: there is nothing to wait for, and an operation on a
+    # scalar tensor takes ten times longer. `size` is `norm`, as a number or as a tensor.
     if sums.device.type == "cpu":
         total, count, *_ = sums.tolist()
         size = norm.item()
-        # A step without a sample is bad. On a GPU dividing by 0 gives inf, which the check below
-        # finds. In Python it is an error, so divide by nan instead.
+        # A step with a count of 0 is bad. On a GPU a division by 0 gives inf, and the check below
+        # finds that the result is not finite. Python would raise an error, so divide by nan.
         if not count:
             count = math.nan
     else:
         total, count, size = sums[0], sums[1], norm
-    # From the mean over ranks of summed losses to the mean over samples.
+    # Times `ranks`, the mean over the ranks is the sum over the ranks. Divided by `count`, this sum
+    # is the mean over all losses.
     scale = ranks / count
     size = size * scale
-    # The sum is finite only if both the loss and the gradient are. Then the difference is 0;
-    # otherwise it is nan, since inf - inf and nan - nan are nan. Unlike `isfinite`, this works for
-    # numbers and for tensors.
+    # `judged` is finite only if both the loss and the gradient are. Then `judged - judged` is 0.
+    # Otherwise it is nan, since inf - inf and nan - nan are nan, and nan != 0 is True. Unlike
+    # `isfinite`, this works both for numbers and for tensors.
     judged = size + total
     bad = (judged - judged) != 0
     # Clip like torch.nn.utils.clip_grad_norm_.
@@ -259,10 +262,12 @@ def judge_step(
 def means(sums: list[float], names: Iterable[str]) -> dict[str, float]:
     """Compute the mean loss and metrics from a sum of loss vectors that was read from the device.
 
-    UserError if the count of the loss is negative: `check_loss` does not read counts on a GPU.
+    Raises UserError if the count of the loss is negative. `check_loss` cannot find a negative count
+    on a GPU, where it does not read counts.
     """
     count_of_loss = sums[1]
-    # `check_count` would also refuse NaN, which gives a mean of NaN here.
+    # A count of NaN is not an error here: it gives a mean of NaN. So `check_count`, which refuses a
+    # NaN, is called only for a negative count.
     if count_of_loss < 0:
         check_count(count_of_loss)
     result: dict[str, float] = {}

@@ -43,9 +43,9 @@ def random_words(key: int, indices: np.ndarray) -> np.ndarray:
 class Permutation:
     """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
 
-    It is a balanced Feistel network over the next even number of bits (Luby and Rackoff, 1988),
-    repeated until the result is inside the domain (cycle walking, Black and Rogaway, 2002: fewer
-    than four times on average).
+    It is a balanced Feistel network (Luby and Rackoff, 1988) over as many bits as `size - 1` needs,
+    or one more, so that both halves have the same number. It is repeated until the result is
+    inside the domain (cycle walking, Black and Rogaway, 2002: fewer than four times on average).
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -68,8 +68,8 @@ class Permutation:
         if self.table is not None:
             return self.table[positions]
         # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. Results
-        # outside the domain are encrypted again until they are inside. No two positions get the
-        # same id, since the cycles of a permutation never meet.
+        # outside the domain are encrypted again until they are inside. So a position gets the next id
+        # in its cycle of the permutation that is inside, and no two positions have the same next.
         values = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -78,12 +78,12 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        # A round replaces (left, right) by (right, left ^ f(right)). That can be undone for any f,
+        # A round replaces (left, right) with (right, left ^ f(right)). That can be undone for any f,
         # so the result is a bijection. Here f takes the top bits after two multiplications.
         left = values >> self.half
         right = values & self.mask
         for key in self.keys:
-            # Memory traffic dominates, so all operations after the first one are in place.
+            # Memory traffic dominates, so nearly all operations are in place.
             scrambled = right ^ key
             scrambled *= np.uint64(0xBF58476D1CE4E5B9)
             scrambled ^= scrambled >> np.uint64(32)

@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 # By default, Kineto prints a line whenever it starts and stops.
 os.environ.setdefault("KINETO_LOG_LEVEL", "6")
-# These warnings do not apply: each window is written when it ends, and the user sets the warm-up.
+# Two warnings that do not apply. The profiler drops a window's events after the window, but
+# `_write` has written them by then. And users set the number of warm-up steps themselves.
 warnings.filterwarnings("ignore", ".*Profiler (clears events|won't be using warmup)")
 
 
 class Profiler:
-    """Callback that traces windows of steps (warm-up and recorded ones) into a directory.
+    """Callback that writes traces of windows of steps: `warmup` steps, then `active` recorded ones.
 
-    A window ends at each multiple of `every`, also in a resumed run. If `every` is shorter than a
-    window, one ends at each multiple of the window's length.
+    A window ends at each step that is a multiple of `every`, also in a resumed run. If `every` is
+    shorter than a window, windows follow one another without a gap.
     """
 
     def __init__(self, config: "ProfileConfig", directory: Path, state: "State") -> None:
@@ -35,11 +36,12 @@ class Profiler:
         self.world = state.world
         self.step = state.step
         self.written: list[Path] = []
-        # The number of steps in a window, and from the end of one window to the end of the next.
+        # The number of steps in a window.
         self.window = config.warmup + config.active
+        # The number of steps from the end of one window to the end of the next.
         self.period = max(config.every, self.window)
-        # Windows begin from step `first` on. A run that is resumed inside a window waits for the
-        # next whole one.
+        # Before step `first`, trace nothing: a run that resumes inside a window waits for the next
+        # period, which has a whole window.
         position = state.step % self.period
         self.first = state.step
         if position > self.period - self.window:
@@ -63,19 +65,19 @@ class Profiler:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        # An incomplete window is not written.
+        # Do not write an incomplete window.
         self.profile.on_trace_ready = None
         self.profile.stop()
 
     def after_step(self, state: "State", record: dict[str, Any] | None = None) -> None:
-        """Advance the profiler within a window; between windows it is left alone."""
+        """Advance the profiler within a window; between windows, leave it alone."""
         self.step = state.step
-        # The number of steps that follow the next step in its period: 0 if it is the last one.
+        # The number of steps after the next step in its period: 0 if the next step is the last one.
         steps_after_next = self.period - 1 - self.step % self.period
         records_from_next = steps_after_next == self.config.active - 1
         window_ended = steps_after_next == self.period - 1
-        # Synchronize only where recording begins or ends: then a trace has exactly the kernels of
-        # its own steps.
+        # Synchronize where recording begins and where it ends, so that a trace has exactly the
+        # kernels of its own steps.
         if records_from_next or window_ended:
             synchronize(self.world.device)
         if steps_after_next < self.window or window_ended:
@@ -85,8 +87,8 @@ class Profiler:
         """Return the profiler's action for the next step of the run."""
         if self.step < self.first:
             return ProfilerAction.NONE
-        # Ignore the profiler's own count, which starts at 0 in each process and lacks the steps
-        # between windows.
+        # Use the run's step, not the profiler's own count: that starts at 0 in each process, and
+        # leaves out the steps between windows.
         return self.action(self.step)
 
     def _write(self, finished: profile) -> None:

@@ -23,9 +23,10 @@ from .sampling import fetch
 
 # Optional arguments with these names are targets for the loss; the program does not take them.
 TARGETS = ("target", "targets", "label", "labels")
-# A program for one sample is made with validation sample 0, and compared with the model on the
-# samples from 1 to SINGLE_CHECKS - 1.
+# A program that takes one sample in each call is compared on this many validation samples.
 SINGLE_CHECKS = 9
+# The kinds of parameters that collect arguments without a parameter of their own.
+UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -35,23 +36,25 @@ class Call:
     Arguments with tensors are inputs of the program; settings are fixed in it.
     """
 
-    # Inputs by position and by name.
+    # Inputs that are passed by position, and those that are passed by name.
     arguments: tuple[Any, ...]
     by_name: dict[str, Any]
     # Settings such as use_cache=False.
     fixed: dict[str, Any]
 
     def structure(self) -> pytree.TreeSpec:
-        """Return the nesting of the inputs, including their number of tensors."""
+        """Return the nesting of the inputs, including the number of tensors."""
         return pytree.tree_structure((self.arguments, self.by_name))
 
 
 def export_program(run_dir: Path, options: ExportConfig) -> str:
     """Write a run's model to FILE.pt2 and return a summary line.
 
-    The program is made with two samples. Before it is written, it is compared with the model on one
-    sample and on --train.micro-batch-size samples. Raises UserError if torch.export fails (with the
-    line in the model) or the results differ. The number of a program's inputs is fixed: if a model
+    Before the program is written, it is compared with the model on other inputs than those that it
+    was made with. Raises UserError if torch.export fails (with the line in the model) or the
+    results differ.
+
+    Usually the program takes batches of any size. But the number of its inputs is fixed: if a model
     takes a list with one tensor per sample, its program takes one sample.
     """
     target = options.to
@@ -71,6 +74,7 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
     # The structures differ if the model takes a list with one tensor per sample.
     if one.structure() == two.structure():
         program = make_program(target, trained, two)
+        # Other sizes than the two samples that it was made with.
         batch_sizes = {1, config.train.micro_batch_size} - {2}
         for size in sorted(batch_sizes):
             # Repeats one sample, since a dataset may be smaller than the batch.
@@ -80,7 +84,7 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
         inputs = ", ".join(describe_inputs(program))
     else:
         program = make_program(target, trained, one, batched=False)
-        for sample in range(1, min(len(validation), SINGLE_CHECKS)):
+        for sample in range(min(len(validation), SINGLE_CHECKS)):
             reason = f"the program was made with sample 0 and is wrong for sample {sample}"
             check_program(target, program, trained, call_with([sample]), reason)
         inputs = ", ".join(describe_inputs(program)) + " (one sample in each call)"
@@ -90,7 +94,7 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
 
 
 def find_call(trained: nn.Module, use: Callable[[], object]) -> Call:
-    """Return the arguments of the first call of the model in `use()`; UserError without one."""
+    """Return the arguments of the first call of the model in `use()`; UserError if there is none."""
     calls: list[Call] = []
 
     def note(_: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
@@ -111,39 +115,47 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
     """Split the arguments of a call into inputs and settings, without optional targets."""
     parameters = inspect.signature(trained.forward).parameters
     required = {name for name, each in parameters.items() if each.default is each.empty}
-    # A name that the signature lacks counts as optional: a wrapper with **kwargs, such as that of
-    # peft, does not name the arguments of its model.
+    # A name that the signature lacks counts as optional: a wrapper with **kwargs, such as peft's,
+    # does not name the arguments of its model.
     targets = set(TARGETS) - required
-    positional: list[Any] = []
-    inputs: dict[str, Any] = {}
+    by_position: list[Any] = []
+    inputs_by_name: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
-    names = list(parameters)
-    given: list[tuple[str, Any]] = []
+    named = [name for name, each in parameters.items() if each.kind not in UNNAMED]
+    # Whether a target or a setting was left out of the positions.
+    has_gap = False
     for position, value in enumerate(arguments):
-        # Arguments beyond the last name belong to *args.
-        given.append((names[min(position, len(names) - 1)], value))
-    given += by_name.items()
-    for position, (name, value) in enumerate(given):
+        # What belongs to *args has no name, and so keeps its position whatever it is.
+        name = named[position] if position < len(named) else ""
+        if name in targets:
+            has_gap = True
+        elif name and not has_tensors(value):
+            fixed[name] = value
+            has_gap = True
+        elif name and has_gap:
+            inputs_by_name[name] = copied(value)
+        else:
+            by_position.append(copied(value))
+    for name, value in by_name.items():
         if name in targets:
             continue
-        if not has_tensors(value):
-            fixed[name] = value
-        # Settings are passed by name, and targets not at all. The arguments after one have lost
-        # their positions.
-        elif position < len(arguments) and position == len(positional):
-            positional.append(copied(value))
+        if has_tensors(value):
+            inputs_by_name[name] = copied(value)
         else:
-            inputs[name] = copied(value)
-    return Call(tuple(positional), inputs, fixed)
+            fixed[name] = value
+    return Call(tuple(by_position), inputs_by_name, fixed)
 
 
 def has_tensors(value: Any) -> bool:
-    """Tell whether an argument contains a tensor."""
+    """Return whether an argument contains a tensor."""
     return any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(value))
 
 
 def copied(value: Any) -> Any:
-    """Copy the tensors of an argument: a program traced with a view would check its base tensor."""
+    """Copy the tensors of an argument.
+
+    A program that is traced with a view of a larger tensor would refuse tensors that are no views.
+    """
     return pytree.tree_map_only(Tensor, torch.clone, value)
 
 
@@ -152,17 +164,18 @@ def make_program(
 ) -> ExportedProgram:
     """Trace the program for inputs of all sizes that the model accepts; UserError if that fails.
 
-    `batched` makes the first dimension of each tensor a batch of any size.
+    With `batched`, the first dimension of a tensor is a batch of any size.
     """
     shapes: Any = ShapesCollection()
     for leaf in pytree.tree_leaves((call.arguments, call.by_name)):
         if isinstance(leaf, Tensor):
-            # A model may require certain sizes other than the batch's, so let torch decide (AUTO).
-            # torch fixes a size of one in any case, and warns unless it is declared (STATIC).
+            # A model may require a certain size of a dimension, so let torch decide (AUTO). torch
+            # fixes a size of one in any case, and warns unless it is declared (STATIC).
             sizes: dict[int, Any] = {}
             for dimension, size in enumerate(leaf.shape):
                 sizes[dimension] = Dim.STATIC if size == 1 else Dim.AUTO
-            if batched and leaf.ndim:
+            # A first dimension of one belongs to all samples, as that of a mask may.
+            if batched and leaf.ndim > 0 and leaf.shape[0] > 1:
                 sizes[0] = Dim.DYNAMIC
             shapes[leaf] = sizes
     forward = trained.forward
@@ -175,7 +188,7 @@ def make_program(
         reason = str(error).strip().partition("\n")[0]
         where = place_in_model(error)
         raise UserError(
-            f"{target}: torch.export cannot make a program of the model{where}: {reason}"
+            f"{target}: torch.export cannot make a program from the model{where}: {reason}"
         ) from error
     finally:
         trained.forward = forward
@@ -184,7 +197,7 @@ def make_program(
 def with_named_inputs(forward: Callable[..., Any], call: Call) -> Any:
     """Return `forward` with the settings of a call, and with a signature that names its inputs.
 
-    torch.export fails for an input that the signature has only as part of **kwargs.
+    torch.export fails for an input that the signature accepts only through **kwargs.
     """
     named: Any = functools.partial(forward, **call.fixed)
     parameters: list[inspect.Parameter] = []
@@ -200,7 +213,7 @@ def with_named_inputs(forward: Callable[..., Any], call: Call) -> Any:
 
 
 def as_plain_output(_: nn.Module, arguments: Any, output: Any) -> Any:
-    """Turn an output with fields (a dataclass or one of transformers) into a plain dictionary."""
+    """Turn an output with fields (a dataclass, or that of a transformers model) into a plain dictionary."""
     if isinstance(output, Mapping):
         fields = dict(output)
     elif dataclasses.is_dataclass(output):
@@ -263,6 +276,6 @@ def describe_size(program: ExportedProgram, size: Any) -> str:
         return str(size)
     limits = program.range_constraints.get(size.node.expr)
     # For unlimited sizes torch gives a limit near the largest integer.
-    if limits is None or not limits.upper < 2**60:
+    if limits is None or limits.upper >= 2**60:
         return "any"
     return f"up to {limits.upper}"

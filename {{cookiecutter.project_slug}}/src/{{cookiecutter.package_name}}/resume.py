@@ -1,4 +1,4 @@
-"""Resume a run from its newest checkpoint, after checking that the checkpoint belongs to it."""
+"""Resume a run from its newest checkpoint, after checking that this run has saved it."""
 
 import logging
 from pathlib import Path
@@ -20,23 +20,24 @@ log = logging.getLogger(__name__)
 
 
 def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
-    """Load the run's newest good checkpoint, or start a new run; sets `state.step`; collective.
+    """Load the run's newest good checkpoint, or start a new run; return the run's checkpointer.
 
-    Raises UserError when the checkpoints are from another run, or ranks differ in data or settings.
+    Collective. Sets `state.step` and `state.checkpointer`. Raises UserError, on every rank, if the
+    checkpoint is from another run, or if the ranks differ in data, model or settings.
     """
     config = state.config
     settings = to_json(config)
     identity = identity_of_run(state)
-    # The ranks also divide the validation data, so its size must be the same on all of them. It is
-    # not a part of the identity, since a resume may change it.
+    # The ranks also divide the validation data, so its size must be the same on all of them. The
+    # size is not a part of the identity, since a resume may use other validation data.
     require_same_identity({**identity, "validation_samples": len(state.validation)}, group)
-    # Only rank 0 writes a manifest.
+    # Only rank 0 needs it, since only rank 0 writes manifests.
     source = code_version() if group.is_first else {}
     facts = {
         "identity": identity,
         "source": source,
         "schedule": {**settings["optim"], "steps": config.train.steps},
-        # Machines that share only an object store read the settings from there.
+        # Machines that share only an object store take the settings from a manifest in it.
         "config": settings,
     }
     checkpointer = Checkpointer(
@@ -82,9 +83,9 @@ def load_first_weights(state: "State", group: Group) -> str:
 
 
 def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
-    """Leave frozen weights that are in --init-from out of checkpoints (--checkpoint.frozen no).
+    """Let checkpoints leave out the frozen weights that --init-from has (--checkpoint.frozen no).
 
-    Raises UserError, on every rank, if that could lose weights.
+    Raises UserError, on every rank, if weights could be lost.
     """
     from .checkpoint.base import open_base
 
@@ -95,8 +96,9 @@ def leave_out_base(state: "State", checkpointer: Checkpointer) -> None:
             "differ from those in --init-from. Leave the setting out, or start a new run: "
             "--name NEW"
         )
-    # In a new run, any frozen parameter may be left out. A resumed run leaves out the same ones as
-    # before: one that was trained and then frozen differs from --init-from, so it is still saved.
+    # A new run may leave out any frozen parameter. A resumed run may leave out only those that its
+    # checkpoint left out: a parameter that was trained before, and is frozen now, differs from
+    # --init-from, so it must be saved.
     may_leave_out = checkpointer.was_left_out if checkpointer.restored else None
     base = open_base(
         config.init_from,
@@ -129,19 +131,19 @@ def identity_of_run(state: "State") -> dict[str, Any]:
 
 
 def require_same_settings(config: Config, world: World) -> None:
-    """Raise UserError, on every rank, if a setting differs that all must share; collective.
+    """Raise UserError, on every rank, if the ranks differ in a setting they must share; collective.
 
-    `setup` calls it first, since settings decide which collectives a rank calls.
+    `setup` calls this function first, since settings decide which collectives a rank calls.
     """
     values: dict[str, Any] = {}
-    # Settings that may differ between ranks: those that a resume does not take from the saved run,
-    # such as the device, and the folder of the data on a machine.
+    # Settings that may differ between ranks: the path of the data on each machine, and those that a
+    # resume does not take from the saved run, such as the device.
     may_differ = OF_ONE_START | {"data.path"}
     for name, value in flatten(to_json(config)):
         if name not in may_differ:
             values[f"the setting {name}"] = value
-    # `may_differ` includes these, too. The path of --init-from may differ, since the contents of
-    # the files are compared later, but the rest must not.
+    # The loop skipped the following settings, since `may_differ` has them. But only the path in
+    # --init-from may differ: the contents of its files are compared when they are read.
     values["whether --init-from is given"] = config.init_from is not None
     values["--init-new"] = [*config.init_new]
     values["--init-strict"] = config.init_strict

@@ -21,7 +21,7 @@ class ScheduleConfig:
     schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
     """Shape of the decay to the final learning rate; wsd stays at the peak, then falls linearly."""
     warmup_steps: int = 20
-    """Steps in which the learning rate rises linearly from 0 to its peak."""
+    """Number of steps over which the learning rate rises linearly to its peak."""
     final_fraction: float = 0.1
     """Learning rate at the end of the decay, as a fraction of the peak (wsd, cosine and linear)."""
     decay_share: float = 0.2
@@ -35,7 +35,7 @@ class ScheduleConfig:
         if self.warmup_steps < 0:
             raise UserError("--optim.warmup-steps must be >= 0")
         if not 0 <= self.final_fraction <= 1:
-            raise UserError("--optim.final-fraction must be in [0, 1], such as 0.1 for 10 %")
+            raise UserError("--optim.final-fraction must be in [0, 1], such as 0.1 for 10%")
         if not 0 < self.decay_share <= 1:
             raise UserError("--optim.decay-share must be in (0, 1]")
         if not 0 <= self.ema < 1:
@@ -62,7 +62,7 @@ def learning_rate(config: ScheduleConfig, step: int, steps: int) -> float:
     if step < config.warmup_steps:
         return config.learning_rate * (step + 1) / config.warmup_steps
     # `progress` is 0 in the first step after the warm-up, and would be 1 in the step after the run.
-    # A warm-up may be as long as the run, so `decay_steps` is at least 1.
+    # The maximum avoids a division by 0 if a run has no steps after its warm-up.
     decay_steps = max(1, steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / decay_steps)
     # `height` falls from 1 (the peak) to 0 (the final rate).

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-# Run as a script, this file has no package, and the relative imports below would fail.
+# If this file is run as a script, it has no package, and the relative imports below would fail.
 if not __package__:
     raise SystemExit(f"error: start it with python -m {__file__.split('/')[-2]} train")
 
@@ -94,24 +94,25 @@ class State:
     loader: Loader
     validation: Any
     compute_dtype: torch.dtype
-    # The device's peak FLOP/s and the FLOPs of one sample's forward, for MFU; None if unknown.
+    # The device's peak FLOP/s and the FLOPs of one sample's forward, from which `mfu` is computed.
+    # None if unknown.
     peak_flops: float | None
     forward_flops: int | None
     buffers: RunningBuffers
     # Completed optimizer steps.
     step: int = 0
     checkpointer: Checkpointer | None = None
-    # The sum of all ranks' `loss_vector` (loss.py) over the steps since the last record (a line of
-    # metrics.jsonl), on the device.
+    # The sum of the loss vectors (loss.py) of all ranks and all steps since the last record, on the
+    # device. A record is a line of metrics.jsonl.
     sums: Tensor | float = 0.0
     # The names of the metrics in `sums`.
     metrics: tuple[str, ...] | None = None
-    # The number of steps since the last record that were skipped, because their loss or gradient
+    # The number of steps that were skipped since the last record, because their loss or gradient
     # was not finite.
     bad_steps: Tensor | int = 0
     # The norm of the last step's gradient, before clipping.
     grad_norm: Tensor | float = 0.0
-    # A callback calls this with a reason to end the run.
+    # A callback calls this to end the run. The argument is the reason, which the log shows.
     finish: Callable[[str], None] = ignore_request_to_finish
 
 
@@ -130,8 +131,8 @@ class Result:
 def setup(config: Config, world: World | None = None, weights_follow: bool = False) -> State:
     """Build everything that a step needs; collective.
 
-    Pass `world` if the process group is joined already. With `weights_follow`, the caller loads
-    --init-from afterwards, so those weights are not initialized here.
+    Pass `world` if the process group is joined already. `weights_follow` means that the caller
+    loads the weights of --init-from afterwards, so they need not be initialized here.
     """
     world = world or join(config.parallel, config.device)
     require_same_settings(config, world)
@@ -142,8 +143,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     if batch_size < world.size:
         problem = f"--train.global-batch-size {batch_size} is less than the {world.size} ranks"
         raise UserError(f"{problem}: raise it or start fewer processes")
-    # Splits of the data and initial weights are random, and must be the same on all ranks: they
-    # all use the same seed here.
+    # Random splits of the data and random initial weights must be the same on all ranks, so all
+    # ranks use the same seed here.
     sampling.seed_start(config.train.seed)
     dtype = config.train.compute_dtype(world.device)
     set_up_torch(config.train.deterministic, dtype)
@@ -152,8 +153,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     if config.train.epochs:
         config = with_steps(config, samples=len(train))
     if config.init_from and config.checkpoint.frozen == "no":
-        # Checkpoints leave out the frozen weights, so a resume reads this path again, maybe from
-        # another working directory.
+        # Checkpoints leave out the frozen weights, so a resume reads them from this path again. The
+        # path is made absolute, since the resume may start in another working directory.
         config = override(config, {"init_from": config.init_from.absolute()})
     settings = config.train
     plan = micro_batches(batch_size, settings.micro_batch_size, world.rank, world.size)
@@ -179,8 +180,8 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
         (batch,) = loader.read_apart(loader.source, [(0, first_sample)])
         forward_flops = hardware.forward_flops(model, compute_loss, batch)
     # The order matters. Activation checkpointing comes first, since the compiler must see what is
-    # recomputed. DDP and FSDP come after the compiler, since their hooks would break the graph. The
-    # optimizer comes last, since FSDP replaces the parameters.
+    # recomputed. `parallel.wrap` comes after the compiler, which would split its graph at the hooks
+    # of DDP or FSDP. The optimizer comes last, since FSDP replaces the parameters.
     if settings.activation_checkpointing:
         checkpoint_activations(blocks(model))
     compile_model(model, blocks(model), config.compile)
@@ -209,7 +210,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
 
 
 def load_datasets(config: Config) -> tuple[Any, Any, Any]:
-    """Build the training and validation datasets and their spec; UserError if they are invalid."""
+    """Return the training data, the validation data and their spec; UserError if one is invalid."""
     settings = config.train
     datasets = build_datasets(config)
     try:
@@ -219,7 +220,8 @@ def load_datasets(config: Config) -> tuple[Any, Any, Any]:
         raise UserError(f"build_datasets (data.py) must return three values: {values}") from None
     identity = getattr(spec, "fingerprint", None)
     require_type(identity, str, "`fingerprint` in the spec of build_datasets (data.py)")
-    # `open_loader` checks the training set, which may be a stream.
+    # Check only the validation set here. `open_loader` checks the training set, which may be a
+    # stream.
     sampling.check_dataset(validation, "validation")
     if (settings.overfit or settings.epochs) and not hasattr(train, "__len__"):
         raise UserError(
@@ -236,15 +238,15 @@ def train_step(state: State, batches: list[Any]) -> None:
     """Take one optimizer step on this rank's micro-batches of the global batch; collective.
 
     The gradient is that of (sum of losses) / (sum of counts) over all ranks, so it does not depend
-    on how the batch is split. On a GPU the host does not wait for the device, except in the first
-    step, in `agree_on_buffers` at each 50th step, and with an optimizer without a fused step.
+    on how the batch is split. On a GPU the host waits for the device in only three cases: in the
+    first step, in `agree_on_buffers` at each 50th step, and if the optimizer has no fused step.
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so generator states need not be saved.
     seed_random(config.train.seed, STEP, state.step, world.rank, device=world.device)
-    # Between steps a schedule-free optimizer, which has `train()` and `eval()`, keeps the averaged
-    # weights in the model, where they are validated and saved. `train()` computes the weights to
-    # train from them and its state.
+    # A schedule-free optimizer has the methods `train()` and `eval()`. Between steps the model
+    # holds averaged weights, which are validated and saved. `train()` puts the weights to train
+    # into the model, and `eval()` puts the averaged weights back.
     schedule_free: Any = None
     if hasattr(state.optimizer, "eval"):
         schedule_free = state.optimizer
@@ -252,10 +254,10 @@ def train_step(state: State, batches: list[Any]) -> None:
             # A save may still be copying the weights, so wait before `train()` changes them.
             state.checkpointer.before_optimizer_step()
         # FSDP may still hold averaged weights that it gathered for a validation, and would use
-        # them in forward. A hook of FSDP on state_dict() frees them.
+        # them in the next forward. Calling state_dict() triggers a hook of FSDP that frees them.
         state.model.state_dict()
         schedule_free.train()
-    # Copy the buffers that forward may change, since a bad step must not change them.
+    # Copy the buffers that forward may change. After a bad step, `put_back` restores them.
     state.buffers.keep()
     loss_vectors: list[Tensor] = []
     for i, (micro_batch, batch) in enumerate(zip(state.plan, batches, strict=True)):
@@ -270,14 +272,14 @@ def train_step(state: State, batches: list[Any]) -> None:
                 total = loss.total
                 sums_of_batch = loss_vector(loss)
                 if micro_batch.weight != 1:
-                    # A rank that has no samples left processes one with weight 0, since all ranks
-                    # must take part in the collectives of backward.
+                    # A rank that has no samples left processes another sample with weight 0, since
+                    # all ranks must take part in the collectives of backward.
                     total = total * micro_batch.weight
                     sums_of_batch = sums_of_batch * micro_batch.weight
                 total.backward()
         loss_vectors.append(sums_of_batch)
     parallel.require_gradients(state)
-    # After the last forward, since each forward may change the buffers.
+    # Call this after the last forward, since each forward may change the buffers.
     parallel.agree_on_buffers(state.buffers, state.step, world)
     sums_of_rank = sum(loss_vectors[1:], start=loss_vectors[0])
     sums = parallel.all_reduce(sums_of_rank, world)
@@ -293,7 +295,8 @@ def train_step(state: State, batches: list[Any]) -> None:
             "must depend on what build_optimizer (optim.py) was given"
         )
     norm = parallel.total_norm(gradients, world)
-    # One factor both turns sums into means and clips, so that gradients are multiplied only once.
+    # `scale` turns the gradients of sums into those of means, and also clips them. So the gradients
+    # are multiplied only once.
     scale, norm, bad = judge_step(sums, norm, world.size, config.optim.clip)
     torch._foreach_mul_([parallel.local_part(g) for g in gradients], scale)
     set_schedule(state.optimizer, config, state.step)
@@ -307,8 +310,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     state.buffers.put_back(bad)
     state.optimizer.zero_grad(set_to_none=True)
 
-    # The sums of a bad step may be NaN, so zeros replace them. `bad` is a bool on a CPU. On a GPU
-    # it is a tensor, which is not read here: sums and counts stay there until a log step.
+    # Replace the sums of a bad step with zeros, since they may be NaN. On a CPU `bad` is a bool. On
+    # a GPU `bad` is a tensor, and `if bad` would make the host wait, so the device replaces them.
     if bad is not False:
         sums = sums.masked_fill(torch.as_tensor(bad), 0)
     state.sums = state.sums + sums
@@ -321,15 +324,17 @@ def check_first_loss(state: State, loss: LossSum) -> None:
     """Raise UserError unless compute_loss returns what a run can add up; collective."""
     check_loss(loss)
     check_whole_batch(len(state.plan), state.config.train.validate_batch_size)
-    # The sums have no names, so ranks with different metrics would add different ones.
+    # Ranks add up their sums by position, not by name. If their metrics differed, the sum of one
+    # metric would be added to that of another.
     names = {"metrics of compute_loss (model.py)": [*loss.metrics]}
     parallel.require_same(names, state.world)
 
 
 def run(config: Config, callbacks: Iterable[Any] = (), world: World | None = None) -> Result:
-    """Train from the newest checkpoint to `config.train.steps`; `world` as in `setup`.
+    """Train from the newest checkpoint to step `config.train.steps`.
 
-    `callbacks` are called after those of callbacks.py, which documents callbacks.
+    `callbacks` are called after those of callbacks.py, where callbacks are documented. Pass `world`
+    if the process group is joined already.
     """
     with only_run():
         world = world or join(config.parallel, config.device)
@@ -367,8 +372,8 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         checkpointer = stack.enter_context(resume(state, run_dir.path, group))
 
         validation: dict[str, float] = {}
-        # Whether a callback ended the run at this step in an earlier start, which had the same
-        # --train.steps. With another number of steps the run continues.
+        # Whether an earlier start ended at this step, because a callback ended the run. This is
+        # False if --train.steps has changed since then, so that the run continues.
         had_ended = False
         with group.together():
             if group.is_first:
@@ -376,7 +381,7 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
                 had_ended = directory.ended(state.step, config.train.steps)
         validation, had_ended = group.broadcast((validation, had_ended))
         # A stop signal may have interrupted the validation of the step that the run resumes from.
-        # Then neither metrics.jsonl nor the checkpoint has its result.
+        # Then neither metrics.jsonl nor the checkpoint has the result of that validation.
         validated = validation or checkpointer.restored.get("validation_loss") is not None
         was_due = state.step > 0 and is_due(state, config.train.validate_every)
         validation_owed = was_due and not validated
@@ -397,8 +402,8 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
         stack.callback(state.loader.close)
         journal = Journal(run_dir.path, state, group)
         # Callbacks are called in this order. The user's come before the journal, so that they can
-        # add to the record that it writes. `after_journal` starts the timer of straggler detection,
-        # which leaves out the journal, since only rank 0 writes.
+        # add to the record that it writes. `after_journal` starts the timer of straggler detection.
+        # The timer starts after the journal, since only rank 0 spends time on writing records.
         user_callbacks = [*callbacks_file.callbacks(config, run_dir.path), *more_callbacks]
         # Callbacks with a `state_dict` are restored here, and saved from now on.
         checkpointer.remember(user_callbacks)
@@ -409,7 +414,7 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
             trackers = [tracker(config, run_dir.path, state.step) for tracker in TRACKERS]
             callbacks += enter(trackers, stack)
         if config.profile.every > 0:
-            # Imported only if used, since importing it changes Kineto's log level.
+            # Import this module only if it is used, since the import changes Kineto's log level.
             from .profiler import Profiler
 
             callbacks += enter([Profiler(config.profile, run_dir.path / "traces", state)], stack)
@@ -446,9 +451,9 @@ def _loop(
 ) -> tuple[Agreed, dict[str, float], dict[str, Any] | None]:
     """Train until the last step is validated, or until a signal or a callback ends the run.
 
-    Returns the reason for the end, the metrics of the last validation, and the record of the last
-    step if it has one. With `validation_owed`, it first repeats the validation that a stop signal
-    interrupted.
+    If `validation_owed`, first repeat the validation that a stop signal interrupted. Returns why
+    the loop ended, the metrics of the last validation, and the record of the last step (None if
+    that step has no record).
     """
     settings, group = state.config.train, stop.group
     # The methods are looked up once, not at each step.
@@ -458,12 +463,12 @@ def _loop(
     record: dict[str, Any] | None = None
     if validation_owed:
         if state.step < settings.steps:
-            # Fork the workers before the validation opens files of the data in this process, since
-            # all of them would share the position in an open file.
+            # Fork the workers before the validation opens the data's files in this process. Workers
+            # that are forked later would inherit an open file and share its read position.
             state.loader.start()
         validation = validate_in_run(state, stop, callbacks)
     journal.begin(validation)
-    # A callback of the repeated validation may end the run, as it could have without the signal.
+    # In the repeated validation a callback may end the run (early stopping).
     if validation and stop.agree_to_finish():
         log.info("%s: stopping at step %d", stop.reason, state.step)
         return Agreed(finish=True), validation, None
@@ -471,14 +476,15 @@ def _loop(
     # interrupted the validation, and the poll below returns that signal.
     while state.step < settings.steps or not validation:
         # All ranks stop after the same step. A poll returns what the ranks sent at the previous
-        # poll, so a rank waits only for one that is a whole step behind. `_run` saves afterwards.
+        # poll, so a rank waits only for ranks that are a whole step behind.
         agreed = stop.poll(checkpointer.writer.failed)
         if agreed.save_failed:
-            # Raises on all ranks, or warns (--checkpoint.on-failure).
+            # Raise the error of the save on all ranks, or only log it (--checkpoint.on-failure).
             checkpointer.settle()
         if agreed.ends_run:
             reason = stop.reason if agreed.finish else signal.Signals(agreed.stop_signal).name
             log.info("%s: saving step %d, then stopping", reason, state.step)
+            # The caller saves this step.
             return agreed, validation, record
         batches = state.loader.next(stop)
         for call in before_step:
@@ -488,8 +494,8 @@ def _loop(
         record = None
         validate_now = is_due(state, settings.validate_every)
         if validate_now or is_due(state, settings.log_every):
-            # Here the host waits for the device. Otherwise it does so only in the cases that
-            # `train_step` names, and in validations and saves.
+            # Here the host waits for the device. Elsewhere the host waits only in validations, in
+            # saves, and in the cases that the docstring of `train_step` lists.
             record = journal.record(state)
             if validate_now:
                 validation = validate_in_run(state, stop, callbacks)
@@ -497,11 +503,11 @@ def _loop(
         for call in after_step:
             call(state, record)
         # If a callback ends the run after a validation (early stopping), all ranks stop at this
-        # very step, so that the last checkpoint is the validated one.
+        # step, not at the next poll. So the last checkpoint has the weights that were validated.
         is_last = validate_now and stop.agree_to_finish()
         if is_last or is_due(state, state.config.checkpoint.every):
-            # Save after the record is written, since a resume truncates metrics.jsonl to the
-            # checkpoint's step.
+            # Save after `after_step` has written the record. If the run were killed between a save
+            # and a later write, a resume would begin after this step, and never write its record.
             with group.phase("save"):
                 checkpointer.save(state.step, record)
         if is_last:
@@ -511,5 +517,5 @@ def _loop(
 
 
 def is_due(state: State, every: int) -> bool:
-    """Tell whether this step is the last one or a multiple of `every` (0: only the last one)."""
+    """Return whether this step is the last one or a multiple of `every` (0: only the last one)."""
     return state.step == state.config.train.steps or (every > 0 and state.step % every == 0)

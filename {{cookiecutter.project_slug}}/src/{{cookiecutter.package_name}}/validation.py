@@ -1,4 +1,4 @@
-"""Compute the mean loss and metrics over the validation data, which the ranks divide."""
+"""Compute the mean loss and metrics over the validation data, split among the ranks."""
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -28,20 +28,20 @@ def never() -> bool:
 
 @torch.no_grad()
 def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, float]:
-    """Return the metrics, each with the prefix "validation_"; collective.
+    """Return the mean loss and metrics, such as {"validation_loss": 0.5}; collective.
 
-    Returns {} if `stopped()`, which must be the same on all ranks, becomes true meanwhile. Raises
-    UserError, on every rank, if the metrics differ between ranks.
+    `stopped()` is called before each batch and must return the same on all ranks. Once it returns
+    True, the result is {}. Raises UserError, on every rank, if ranks have different metrics.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
-    # Random numbers are a function of this key and of positions in `chosen`, so they are the same
-    # in each validation.
+    # A dataset's random numbers depend only on this key and on the sample's position in `chosen`,
+    # so they are the same in each validation.
     key = stream_key(config.seed, VALIDATION_DRAWS)
-    # The most samples in one forward of a rank.
+    # The maximum number of samples in one forward on each rank.
     micro_batch_size = config.validate_batch_size or config.micro_batch_size
-    # The samples of all ranks between two calls of `stopped`. --train.validate-batch-size may ask
-    # for more samples in a forward of each rank than a training batch has.
+    # The number of samples that all ranks together process between two calls of `stopped`. This is
+    # a global batch of training, or more if --train.validate-batch-size needs more.
     batch_size = max(config.global_batch_size, config.validate_batch_size * world.size)
     sums: Tensor | float = 0.0
     names: tuple[str, ...] | None = None
@@ -56,15 +56,17 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
                 position = first + indices.start
                 # Without `keys`, samples are not augmented.
                 batch = fetch(state.validation, ids[indices], keys=None, draws=(key, position))
-                # A rank without samples repeats one at weight 0. With this flag,
-                # gather_with_gradients leaves the copy out: others would be compared with it twice.
+                # A rank that has no samples processes a copy of another rank's sample at weight 0.
+                # This flag makes gather_with_gradients leave the copy out, so that no sample is
+                # compared with the same one twice.
                 Gathered.is_padding = micro_batch.weight == 0
                 loss = parallel.forward(compute_loss, state, move(batch, world.device))
                 Gathered.is_padding = False
-                # Raises UserError if they differ from those of the batch before.
+                # Raises UserError if the names differ from those of the previous micro-batch.
                 names = metric_names(loss, names)
                 sums = sums + loss_vector(loss) * micro_batch.weight
-    # The sums have no names, so ranks with different metrics would add different ones.
+    # Ranks add up their sums by position, not by name. If their metrics differed, the sum of one
+    # metric would be added to that of another.
     parallel.require_same({"metrics of compute_loss (model.py) in a validation": names}, world)
     total = parallel.all_reduce(torch.as_tensor(sums), world)
     figures = means(total.tolist(), names or ())
@@ -74,7 +76,7 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
 def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, float]:
     """Validate the weights, and their EMA if --optim.ema is on; collective.
 
-    Returns {} if `stopped()` becomes true meanwhile, as in `validate`.
+    Returns {} once `stopped()` returns True, as in `validate`.
     """
     metrics = validate(state, stopped)
     if not metrics or not state.config.optim.ema:
@@ -89,15 +91,16 @@ def validate_averaged(state: "State", stopped: Callable[[], bool]) -> dict[str, 
 
 
 def validate_in_run(state: "State", stop: Stop, callbacks: list[Any]) -> dict[str, float]:
-    """Validate in a run, and call the callbacks; {} if a stop signal interrupts it.
+    """Validate during a run, and call the callbacks; {} if a stop signal interrupts the validation.
 
-    Before each batch it polls `stop`, which also sends this rank's own requests.
+    Before each batch, `stop.poll` exchanges stop signals and requests between the ranks.
     """
     assert state.checkpointer, "a run has one"
     writer = state.checkpointer.writer
 
     def stopped() -> bool:
-        # Only a stop signal interrupts the validation, and not if a callback ends the run, too.
+        # Only a stop signal interrupts the validation. If a callback has also ended the run, the
+        # validation is completed nevertheless.
         agreed = stop.poll(writer.failed)
         return agreed.stop_signal > 0 and not agreed.finish
 

@@ -1,4 +1,4 @@
-"""Turn failures of loader workers into one-line errors, for machine limits and pickling."""
+"""Say in one line why loader workers failed: a limit of the machine, or a failure to pickle."""
 
 import contextlib
 import pickle
@@ -12,7 +12,7 @@ from torch.utils.data._utils import signal_handling
 
 from .errors import UserError
 
-# The limit of open files to ask for; it is always enough.
+# The limit of open files to ask for, which is more than loader workers need.
 OPEN_FILES = 65536
 # How many levels deep to search for an attribute that cannot be pickled.
 DEPTH = 4
@@ -43,8 +43,8 @@ def shortage(error: BaseException) -> str:
 def raise_if_a_worker_died() -> None:
     """Raise torch's RuntimeError, which names the signal, if a loader worker has died.
 
-    A worker that dies while this process receives its batch breaks the connection: an OSError or
-    EOFError that does not tell the cause.
+    If a worker dies while this process receives its batch, the connection breaks, and this process
+    gets an OSError or EOFError that does not say why.
     """
     # The system may report the end of the worker a moment later.
     for _ in range(10):
@@ -70,7 +70,7 @@ def start_workers(loader: DataLoader, dataset: Any) -> Any:
     try:
         return iter(loader)
     except UNPICKLABLE as error:
-        # Workers that are not forked (the default from Python 3.14 on) get the dataset pickled.
+        # Workers that are spawned instead of forked receive a pickled copy of the dataset.
         name = unpicklable_part(dataset, type(dataset).__name__, DEPTH)
         # If the whole dataset can be pickled, the error has another cause.
         if not name:
@@ -78,13 +78,13 @@ def start_workers(loader: DataLoader, dataset: Any) -> Any:
         reason = str(error).partition("\n")[0]
         raise UserError(
             f"the loader workers cannot start, since {name} cannot be pickled: {reason}. Replace a "
-            "lambda by a function or class at module level, open files in `__getitem__`, or use "
+            "lambda with a function or class at module level, open files in `__getitem__`, or use "
             "--train.loader-workers 0"
         ) from None
 
 
 def unpicklable_part(value: Any, name: str, depth: int) -> str:
-    """Return the dotted name of the innermost value that cannot be pickled; "" if all can be.
+    """Return the dotted name of the innermost value that cannot be pickled; "" if there is none.
 
     `name` is the name of `value`, whose parts are searched `depth` levels deep.
     """
@@ -92,12 +92,12 @@ def unpicklable_part(value: Any, name: str, depth: int) -> str:
         pickle.dumps(value)
         return ""
     except UNPICKLABLE:
+        # Search its parts below.
         pass
-    # Other errors are no proof: multiprocessing's locks, for instance, can be pickled only while a
-    # process is started.
     except Exception:
+        # No proof: multiprocessing's locks, for instance, can be pickled while a process is being
+        # started, but not here.
         return ""
-    parts: dict[Any, Any] = {}
     if isinstance(value, Mapping):
         parts = {f"[{key!r}]": part for key, part in value.items()}
     elif isinstance(value, list | tuple):

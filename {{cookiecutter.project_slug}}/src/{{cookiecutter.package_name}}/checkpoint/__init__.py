@@ -1,4 +1,7 @@
-"""Write, publish, verify, read and export checkpoints; this file has their file names and error."""
+"""Write, publish, verify, read and export checkpoints.
+
+This file has what these modules share: names of files and directories, and their error.
+"""
 
 import re
 from dataclasses import dataclass
@@ -7,12 +10,12 @@ from pathlib import Path
 from ..errors import RankError
 
 MANIFEST = "manifest.json"
-# The only file of a checkpoint that torch.save writes.
+# The file of a checkpoint that torch.save writes. It contains all tensors.
 WHOLE_FILE = "state.pt"
 # The index of a checkpoint that torch.distributed.checkpoint (DCP) writes.
 DCP_INDEX = ".metadata"
-# The name of a step's checkpoint directory, and the pattern of such names. Steps are padded with
-# zeros to eight digits.
+# Returns the name of a step's checkpoint directory, such as step_00000120. PUBLISHED matches these
+# names, and only these: steps of more than eight digits have no leading zeros.
 step_name = "step_{:08d}".format
 PUBLISHED = re.compile(r"step_([0-9]{8}|[1-9][0-9]{8,})")
 
@@ -23,9 +26,9 @@ class CheckpointError(RankError):
 
 @dataclass(frozen=True)
 class LocalFiles:
-    """A local folder with a checkpoint's files, which one or several ranks read."""
+    """A local folder with a checkpoint's files, and the ranks that share the work of reading it."""
 
     folder: Path
-    # The index of this rank among those that read the folder, and the number of these ranks.
+    # The index of this rank among the ranks that read the folder, and the number of these ranks.
     rank: int
     ranks: int

@@ -1,8 +1,8 @@
 """Leave frozen weights out of checkpoints, and read them from the files of --init-from instead.
 
-With --checkpoint.frozen no, a checkpoint leaves out each frozen parameter that is in these files,
-which are called its base. Its manifest has the path of the base and a digest of the contents.
-Commands that read the checkpoint take the frozen parameters from the base.
+These files are called the base. With --checkpoint.frozen no, a checkpoint leaves out each frozen
+parameter that the base contains. The manifest of the checkpoint has the path of the base and a
+digest of its contents. Commands that read the checkpoint take the frozen parameters from the base.
 """
 
 import contextlib
@@ -31,28 +31,29 @@ from .tensors import (
     weight_names,
 )
 
-# This file of a run directory caches the hash of each file of the base, since hashing a large base
-# takes minutes.
+# The file in a run directory that caches the hashes of the base's files: hashing a large base takes
+# minutes.
 KNOWN = "base.json"
 
 
 class Base:
-    """The frozen weights of a model that the checkpoints of its run leave out."""
+    """The frozen weights that the checkpoints of a run leave out, since the base contains them."""
 
     def __init__(self, model: nn.Module, names: set[str], entry: dict[str, Any]) -> None:
-        """Take the names of the parameters to leave out, and the "base" entry of each manifest.
+        """Take the names of the parameters to leave out, and the entry "base" of each manifest.
 
-        The entry has the "path" of the files and the "digest" of their contents. Under "tied" it
-        maps a parameter's name that the files lack to another of its names, which they have. Both
-        are names in the model.
+        The entry has the "path" of the files, the "digest" of their contents, and "tied". A tied
+        parameter has several names in the model. "tied" maps each name that the files lack to a
+        name that they have, such as {"head.weight": "embedding.weight"}.
         """
         self.model = model
         self.names = names
         self.entry = entry
+        # The version counters at the start, with which `require_unchanged` compares.
         self.versions = self._versions_now()
 
     def _versions_now(self) -> dict[str, int]:
-        """Return the version counter of each parameter left out; it counts in-place changes."""
+        """Return the version counter of each left-out parameter, which counts in-place changes."""
         result: dict[str, int] = {}
         for name, parameter in self.model.named_parameters():
             if name in self.names:
@@ -60,7 +61,7 @@ class Base:
         return result
 
     def require_unchanged(self) -> None:
-        """Raise UserError if a parameter has changed since the start: its values would be lost."""
+        """Raise UserError if a left-out parameter has changed: no checkpoint has its new values."""
         for name, version in self._versions_now().items():
             if version != self.versions[name]:
                 raise UserError(
@@ -78,11 +79,12 @@ def open_base(
     group: Group,
     may_leave_out: set[str] | None = None,
 ) -> Base:
-    """Find the frozen parameters of a model that are in the weights at `path`; collective.
+    """Open the weights at `path` as the base of a run's checkpoints; collective.
 
-    `new` lists the parameters or modules that are not initialized from those weights. They stay in
-    checkpoints, and so do parameters outside `may_leave_out` (None: no limit). `run_dir` caches the
-    hashes of the files. Raises UserError, on every rank, if the files cannot be a base.
+    Checkpoints will leave out the frozen parameters that these weights contain, except those in
+    `new` and those outside `may_leave_out` (None: no limit). `new` lists parameters or modules that
+    the run does not initialize from these weights. A file in `run_dir` caches the hashes. Raises
+    UserError, on every rank, if the files cannot be a base.
     """
     with group.together():
         if path is None:
@@ -100,7 +102,8 @@ def open_base(
             rename: Any = model.from_transformers
             forms = rename(file.forms)
         if forms.keys() != file.forms.keys():
-            # Only the model can rename them, and `export` reads checkpoints without a model.
+            # Only the model can map these names to its own names, but `export` reads the base
+            # without a model.
             raise UserError(
                 f"--checkpoint.frozen no: the tensors in {path} have the names of transformers, "
                 "not of model.py. Convert them: train a run with --init-from and export it to a "
@@ -122,10 +125,10 @@ def open_base(
 def names_of_base(
     model: nn.Module, file: OneFile, new: tuple[str, ...]
 ) -> tuple[set[str], dict[str, str]]:
-    """Return the names of the frozen parameters that a file has, and "tied" of `Base.entry`.
+    """Return the names of the frozen parameters that a file contains, and the entry "tied".
 
-    A tied parameter has several names in the model. The dictionary maps each of them that the file
-    lacks to one that the file has. Not collective.
+    A tied parameter has several names in the model, and all of them are returned. "tied" maps each
+    name that the file lacks to a name that it has, such as {"head.weight": "embedding.weight"}.
     """
     model_names = shapes_and_dtypes(model).keys()
     # Maps names in the model to names in the file, which may have a prefix.
@@ -134,7 +137,8 @@ def names_of_base(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not is_named(name, new):
             frozen.append((name, parameter))
-    # The name in the model under which the file has a parameter.
+    # Maps each frozen parameter in the file to its name in the model. If the parameter is tied,
+    # this is a name that the file has.
     found_as: dict[nn.Parameter, str] = {}
     for name, parameter in frozen:
         if name in stored and file.forms[stored[name]].shape == parameter.shape:
@@ -150,12 +154,13 @@ def names_of_base(
 
 
 def is_plain_weights(path: Path) -> bool:
-    """Tell whether a path is a file of weights, or a folder of safetensors that is not a run.
+    """Return whether a path is a file, or a complete folder of safetensors that is not a run.
 
-    False for a folder that lacks a file of its index.
+    A folder is incomplete if it lacks a file that its index lists.
     """
     if not path.is_dir():
         return path.is_file()
+    # Only the directory of a run has this file.
     if (path / "status.json").exists():
         return False
     files = weight_files(path)
@@ -165,11 +170,11 @@ def is_plain_weights(path: Path) -> bool:
 def check_base(
     manifest: dict[str, Any], given: Path | None, run_dir: Path | None, group: Group
 ) -> dict[str, Any]:
-    """Return a manifest with the current path of its base; collective.
+    """Verify the base of a checkpoint; return the manifest with the current path of the base.
 
-    The path is `given` or, without it, the saved one. `run_dir` caches the hashes of the files
-    (None: no cache). Raises UserError, on every rank, if there are no weights at the path, or if
-    their contents do not match the manifest's digest.
+    Collective. The path is `given` or, if that is None, the one in the manifest. A file in
+    `run_dir` caches the hashes (None: no cache). Raises UserError, on every rank, if there are no
+    weights at the path, or if their contents do not match the digest in the manifest.
     """
     base = manifest["base"]
     path = given or Path(base["path"])
@@ -193,16 +198,18 @@ def check_base(
 
 
 def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
-    """Return a sha256 of the contents of all files of weights at a path; collective.
+    """Return one sha256 for the contents of all files of weights at a path; collective.
 
-    The ranks of a machine divide the files among them. `known_file` caches the hashes, so each
-    version of a file is read once (None: no cache). Raises UserError, on every rank, if the
-    contents differ between machines.
+    The ranks of a machine divide the files among them, so each machine reads all files.
+    `known_file` caches the hashes, so that unchanged files are not read again (None: no cache).
+    Raises UserError, on every rank, if the machines have different files.
     """
     machine = socket.gethostname()
+    # The sha256 of each file that this rank hashes, by the file's name.
     hashes: dict[str, str] = {}
+    # The content of the cache, as `read_known` returns it.
     known: dict[str, list[Any]] = {}
-    # The entries of `known` for the files of this rank.
+    # The entries of the cache for this rank's files. Rank 0 gathers and writes those of all ranks.
     entries: dict[str, list[Any]] = {}
     with group.together():
         known = read_known(known_file)
@@ -228,14 +235,18 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
             text = json.dumps(sorted(hashes_here.values()))
             digest = hashlib.sha256(text.encode()).hexdigest()
             if known_file is not None and known_file.parent.is_dir():
-                # If this fails, the next start only hashes the files again.
+                # Without the cache, the next start only takes longer.
                 with contextlib.suppress(OSError, UserError):
                     write_json(known_file, known)
     return group.broadcast(digest)
 
 
 def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
-    """Return the sha256 of a file; `known` caches it by path, size and modification time."""
+    """Return the sha256 of a file, from the cache `known` if the file is unchanged.
+
+    Otherwise read the file and update `known`. A file counts as unchanged if its path, size and
+    modification time are the same.
+    """
     status = file.stat()
     version = [status.st_size, status.st_mtime_ns]
     name = str(file.resolve())
@@ -247,9 +258,9 @@ def hash_file(file: Path, known: dict[str, list[Any]]) -> str:
 
 
 def read_known(known_file: Path | None) -> dict[str, list[Any]]:
-    """Return size, modification time and sha256 of each file hashed before, by its path.
+    """Read the cache: it maps the path of a file to [size, modification time, sha256].
 
-    An unreadable cache counts as empty; after an invalid entry, the remaining ones are ignored.
+    An unreadable cache counts as empty. The entries after an invalid one are ignored.
     """
     known: dict[str, list[Any]] = {}
     if known_file is None:
@@ -261,43 +272,45 @@ def read_known(known_file: Path | None) -> dict[str, list[Any]]:
 
 
 class WithBase:
-    """The tensors of a checkpoint, together with those that it leaves out, read from its base."""
+    """The tensors of a checkpoint, and from its base the tensors that the checkpoint leaves out."""
 
     def __init__(self, checkpoint: Source, manifest: dict[str, Any]) -> None:
-        """Open the base; `manifest` must come from `check_base`, which has verified it."""
+        """Open the base; `manifest` must come from `check_base`, which has verified the base."""
         self.path = checkpoint.path
         self.checkpoint = checkpoint
         self.base = OneFile(Path(manifest["base"]["path"]))
-        # Maps each tensor that the base provides, such as "model.norm.weight", to its name there.
+        # Maps each left-out tensor, such as "model.norm.weight", to its name in the base.
         self.stored: dict[str, str] = {}
         self.forms: Tensors = dict(checkpoint.forms)
-        # Even a manifest with a correct digest may come from other code and lack a field: then
-        # `reading` raises CheckpointError.
+        # Other code may have written a manifest that lacks a field, although its digest is correct.
+        # Then `reading` raises CheckpointError.
         with reading(checkpoint.path):
+            # Maps each tensor of the model to its shape and dtype, such as [1000, 64, "float32"].
             parameters = manifest["identity"]["parameters"]
             left_out = [name for name in parameters if f"model.{name}" not in checkpoint.forms]
+            # Maps names in the model to names in the base.
             names = weight_names(self.base.forms, parameters)
             for name in left_out:
-                # The base may have a tied parameter only under another of its names.
+                # If the base lacks this name of a tied parameter, take a name that the base has.
                 name_in_base = manifest["base"]["tied"].get(name, name)
                 stored = names.get(name_in_base)
-                # A tensor that the base lacks too is not in `forms`: callers report it as missing.
+                # If the base lacks the tensor, too, it is not in `forms`. Callers then report it.
                 if stored is not None:
                     *shape, dtype = parameters[name]
-                    # The base may have another dtype; the model's is used.
+                    # The base may have another dtype. `read` converts its values to the model's.
                     form = torch.empty(shape, dtype=getattr(torch, dtype), device="meta")
                     self.stored[f"model.{name}"] = stored
                     self.forms[f"model.{name}"] = form
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy the saved values into tensors of the run; collective."""
+        """Copy values from the checkpoint and the base into tensors of the run; collective."""
         in_checkpoint: Tensors = {}
         for name, target in targets.items():
             if name not in self.stored:
                 in_checkpoint[name] = target
         self.checkpoint.read(in_checkpoint, group)
-        # One by one, since the names of a tied parameter may share one stored tensor: a dictionary
-        # by stored names could hold only one of their targets.
+        # Read the tensors one by one. Two names of a tied parameter may map to the same stored
+        # name, and one dictionary for all would keep only the last target of a stored name.
         for name, stored in self.stored.items():
             if name in targets:
                 self.base.read({stored: targets[name]}, group)

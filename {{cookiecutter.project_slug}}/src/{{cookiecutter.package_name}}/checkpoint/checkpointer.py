@@ -13,7 +13,6 @@ import contextlib
 import json
 import logging
 import platform
-import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -43,9 +42,6 @@ if TYPE_CHECKING:
     from .base import Base
 
 log = logging.getLogger(__name__)
-# Names of optimizer state that a resume must not lose. A whole name must match: it must not begin
-# with optimizer.param_groups (state of whole groups), nor end with the name of the EMA.
-MUST_NOT_BE_LOST = re.compile(rf"optimizer\.(?!param_groups\.).*(?<!\.{EMA})")
 
 
 class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
@@ -97,7 +93,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.remembered: dict[str, Any] = {}
 
     def remember(self, callbacks: Iterable[Any]) -> None:
-        """Restore the saved state of each callback with `state_dict()`; save it from now on."""
+        """Restore the saved state of each callback that has `state_dict()`; save it from now on."""
         saved = self.restored.get("callbacks")
         if not isinstance(saved, dict):
             saved = {}
@@ -131,10 +127,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             )
 
     def save(self, step: int, figures: Mapping[str, float] | None = None) -> None:
-        """Save a checkpoint of `step`, unless it is saved already.
+        """Save a checkpoint of `step`, unless it has already been saved.
 
-        `figures` is the record of this step, if it has one, with the metrics of its validation, if
-        there was one. The optimizer must not step before `before_optimizer_step()` has returned.
+        `figures` is the record of this step, if it has one. After a validation it also has the
+        validation's metrics. The optimizer must not step before `before_optimizer_step()` has returned.
         Raises RankError, on every rank, when any rank failed; UserError for state that cannot be
         saved.
         """
@@ -144,8 +140,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if step == self.last_good:
             return
         facts = self._facts_of(step, figures or {})
-        # A second block: if the first one has only logged that the previous save failed, this save
-        # still begins.
+        # A block of its own: with --checkpoint.on-failure continue, the first block may end with a
+        # logged error of the previous save, and this save must still begin.
         with self._blocking():
             self.writer.begin(self.tensors_to_save(), self._publish, step, facts)
 
@@ -164,6 +160,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _facts_of(self, step: int, figures: Mapping[str, float]) -> dict[str, Any]:
         """Return the fields of the manifest that `publish` does not add; collective."""
         best = self.config.best
+        # Such as "min validation_loss".
         rule = f"{self.config.best_is} {best}"
         score = figures.get(best)
         if score is not None:
@@ -196,8 +193,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     def before_optimizer_step(self) -> None:
         """Wait until a save in flight no longer reads the weights."""
-        # The writer allocates its buffers once, when the optimizer has its state: the first
-        # optimizer step creates it.
+        # The writer allocates its buffers once. They also hold the optimizer's state, which exists
+        # after the first step, so this happens before the second one.
         if not self.writer.prepared and any(self.optimizer.state.values()):
             started = time.perf_counter()
             self.writer.prepare(self.tensors_to_save())
@@ -303,8 +300,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         create_optimizer_state(self.optimizer)
         with self.group.together():
             source = open_tensors(path, manifest)
-        # `stored` has the tensors that the checkpoint leaves out and its base provides. Only the
-        # source of a checkpoint with a base has this attribute.
+        # If a checkpoint leaves out the weights of a base, its source has an attribute `stored`:
+        # the tensors that are read from the base.
         for name in getattr(source, "stored", {}):
             self.was_left_out.add(name.removeprefix("model."))
         tensors = self.tensors()
@@ -316,7 +313,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         # Optimizer state that only the checkpoint has.
         lost: set[str] = set()
         for name in source.forms.keys() - tensors.keys():
-            if MUST_NOT_BE_LOST.fullmatch(name):
+            if must_not_be_lost(name):
                 lost.add(name)
         if missing:
             lost |= self._remove_unsaved_state(missing)
@@ -330,7 +327,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             example = printable(min(lost))
             log.warning(text, len(lost), "are in the checkpoint and are not loaded", example)
 
-        # Without state that was removed above, though the checkpoint has it.
+        # Read what this run and the checkpoint both have, except state that was removed above.
         targets: Tensors = {}
         for name, tensor in tensors.items():
             if name not in missing and name not in lost:
@@ -345,8 +342,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
         """Remove the new state of each parameter whose saved state is missing or incomplete.
 
-        `missing` are the names that the checkpoint lacks. Returns the saved names that are not
-        loaded, because their parameters start without state.
+        `missing` are the names that the checkpoint lacks. Returns the names of what the checkpoint
+        has for these parameters, and what is therefore not loaded.
         """
         unused: set[str] = set()
         for name, parameter in self.model.named_parameters():
@@ -356,8 +353,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
                 # Only the average starts afresh, at the next step.
                 del state[EMA]
             elif lacking:
-                # Incomplete state is of no use, so drop it all: it starts as before the parameter's
-                # first gradient.
+                # Incomplete state is of no use. Without any, the optimizer treats the parameter as
+                # it does in a new run.
                 unused |= {f"optimizer.{name}.{key}" for key in state.keys() - lacking}
                 del self.optimizer.state[parameter]
         return unused
@@ -365,8 +362,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _refuse_to_lose(self, lost: set[str], path: Place, manifest: dict[str, Any]) -> NoReturn:
         """Raise UserError, since a resume would lose optimizer state."""
         problems: list[str] = []
-        # The schedule has all settings of --optim. Its "name" is the optimizer: another one may be
-        # the cause.
+        # Among the settings in the schedule is the name of the optimizer. If that has changed, it
+        # is probably the cause.
         for change in identity_differences(manifest.get("schedule"), self.facts["schedule"]):
             if change.startswith("name:"):
                 problems.append(f"optim.{change}")
@@ -379,14 +376,14 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         lines = [f"this run cannot resume from {path}:"]
         for problem in problems:
             lines.append(f"  {problem}")
-        # Without config.json there are no saved settings: then a new run has found the checkpoints
-        # of another one.
+        # A new run has no config.json yet. It may find the checkpoints of another run, in an object
+        # store for example.
         begin = "Add"
         if (self.run_dir / "config.json").exists():
             lines.append(f"Resume with the saved settings: {command_for('train', self.run_dir)}")
             begin = "Or add"
         lines.append(
-            f"{begin} to your command --name NEW (--run-dir NEW if it has one) for another run"
+            f"{begin} --name NEW to your command (and --run-dir NEW if it has one) for another run"
             f"{offer_weights(path, problems)}; or {way_out}."
         )
         # The names come from a file, which somebody may have crafted.
@@ -394,7 +391,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
     @contextlib.contextmanager
     def _blocking(self) -> Iterator[None]:
-        """Count the time that training waits; only log a RankError if on-failure is "continue"."""
+        """Count the time that training waits for the block.
+
+        If on-failure is "continue", log a RankError instead of raising it.
+        """
         started = time.perf_counter()
         try:
             yield
@@ -410,7 +410,7 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
 @contextlib.contextmanager
 def only_warning_if_harmless(callback: Any, problem: str) -> Iterator[None]:
-    """Log an error in the block as a warning, `problem` first, if the callback is `harmless`."""
+    """If the callback is `harmless`, log an error in the block as a warning after `problem`."""
     try:
         yield
     except Exception as error:
@@ -420,19 +420,29 @@ def only_warning_if_harmless(callback: Any, problem: str) -> Iterator[None]:
 
 
 def state_of(name: str, callback: Any) -> Any:
-    """Return a copy of a callback's state; UserError if JSON does not keep it as it is."""
+    """Return a copy of a callback's state; UserError if JSON does not keep it as it is.
+
+    It is a copy, since the state may change before a background save writes it.
+    """
     state = callback.state_dict()
-    try:
-        # It is copied, since it may change before a background save writes it.
-        kept = json.loads(json.dumps(state))
-    except (TypeError, ValueError) as error:
-        # An error differs from any state, so the state is refused below.
-        kept = error
-    # JSON turns tuples into lists, and keys that are numbers into strings. Compare texts, since a
-    # NaN does not equal itself.
-    if repr(kept) != repr(state):
+    is_kept = False
+    copy = None
+    with contextlib.suppress(TypeError, ValueError):
+        copy = json.loads(json.dumps(state))
+        # JSON turns tuples into lists, and keys that are numbers into strings. Compare texts, since
+        # a NaN does not equal itself.
+        is_kept = repr(copy) == repr(state)
+    if not is_kept:
         raise UserError(
-            f"the state of the callback {name} cannot be saved: JSON changes {state!r:.80}. Let "
-            "its state_dict() return numbers, strings, lists and dictionaries with string keys"
+            f"the state of the callback {name} cannot be saved: JSON does not keep {state!r:.80}. "
+            "Let its state_dict() return numbers, strings, lists and dictionaries with string keys"
         )
-    return kept
+    return copy
+
+
+def must_not_be_lost(name: str) -> bool:
+    """Return whether a tensor is optimizer state of a parameter, except its average (EMA)."""
+    is_of_optimizer = name.startswith("optimizer.")
+    is_of_whole_group = name.startswith("optimizer.param_groups.")
+    is_average = name.endswith(f".{EMA}")
+    return is_of_optimizer and not is_of_whole_group and not is_average

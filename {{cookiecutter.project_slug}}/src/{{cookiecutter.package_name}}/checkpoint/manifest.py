@@ -1,7 +1,8 @@
 """Read and write the manifest of a checkpoint, and verify the files that it names.
 
-manifest.json lists each file with its size and sha256, and ends with a digest of itself. This
-detects corruption, not tampering. A manifest can only name plain files in its own directory.
+manifest.json lists each file with its size and sha256, and ends with a digest of its own text. The
+digest detects corruption, not tampering. A manifest can only name files in its own directory, or in
+one folder of this directory.
 """
 
 import contextlib
@@ -23,10 +24,11 @@ from .paths import Place, local_copy, open_regular
 
 FORMAT_VERSION = 1
 FILE_NAME = re.compile(r"[\w.-]{1,200}", re.ASCII)
-# The end of the file: a sha256 of 64 hex digits and the characters that close the JSON.
+# The end of manifest.json: the digest, which has 64 hex digits, and the characters that close the
+# JSON.
 SEAL = b'%s"\n}'
 SEAL_LENGTH = 64 + 3
-# The manifest of a checkpoint, and the problems of the checkpoint ([] if it is good).
+# The manifest of a checkpoint, and a text for each problem of the checkpoint ([] if it is good).
 Verified = tuple[dict[str, Any], list[str]]
 # Read errors that mean damage. EBADMSG comes from storage with its own checksums.
 DAMAGE = {
@@ -39,7 +41,7 @@ DAMAGE = {
 
 
 def sealed(manifest: dict[str, Any]) -> bytes:
-    """Serialize a manifest: JSON that ends with the sha256 of all text before it."""
+    """Serialize a manifest as JSON that ends with a digest: the sha256 of all text before it."""
     without_end = json.dumps(manifest, indent=1).removesuffix("\n}")
     text = f'{without_end},\n "digest": "'.encode()
     digest = hashlib.sha256(text).hexdigest()
@@ -47,37 +49,43 @@ def sealed(manifest: dict[str, Any]) -> bytes:
 
 
 def problem_of(path: Place, error: OSError) -> RankError:
-    """Return a CheckpointError if the error means damage, a RankError if it may be temporary."""
+    """Return a CheckpointError if a read error means damage; a RankError if it may be temporary."""
     if error.errno in DAMAGE:
         return CheckpointError(f"{path.name} {DAMAGE[error.errno]}")
-    # A lack of permission or a failing disk is not damage, so the checkpoint must not be renamed
-    # as a damaged one.
+    # A lack of permission or a failing disk does not mean that the file is damaged. A
+    # CheckpointError would make the caller set the checkpoint aside.
     reason = error.strerror or str(error) or type(error).__name__
     return RankError(f"{path} cannot be read: {reason}")
 
 
 @contextlib.contextmanager
 def reading(path: Place) -> Iterator[None]:
-    """Convert an error of a library into a one-line CheckpointError; our own errors pass."""
+    """Convert an error in the block to a CheckpointError of one line.
+
+    UserError and RankError, which this project raises, pass unchanged.
+    """
     try:
         yield
     except (UserError, RankError):
         raise
     except Exception as error:
-        # A file of the wrong format can raise anything.
+        # A library may raise any exception for a file of the wrong format.
         raise CheckpointError(f"{path} cannot be loaded: {reason_of(error)}") from error
 
 
 def reason_of(error: BaseException) -> str:
     """Return an error's type and first line, without torch's advice to disable weights_only."""
-    # torch's advice comes before these words. Without them, `text` is the whole message.
+    # torch's advice comes before these words. If a message lacks them, `text` is all of it.
     _, _, text = str(error).rpartition("WeightsUnpickler error: ")
     first_line, _, _ = text.strip().partition("\n")
     return f"{type(error).__name__}: {first_line}"
 
 
 def read_manifest(path: Place) -> dict[str, Any]:
-    """Read the manifest of a checkpoint; raises CheckpointError if it is damaged."""
+    """Read and check the manifest of a checkpoint.
+
+    Raises CheckpointError if the manifest is damaged, and another RankError if it cannot be read.
+    """
     try:
         with open_regular(path / MANIFEST) as file:
             content = file.read()
@@ -92,9 +100,9 @@ def read_manifest(path: Place) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:
-        # The digest is correct, but other code wrote the file.
+        # The digest is correct, so the file is not corrupted: other code wrote it.
         raise CheckpointError(f"{MANIFEST} is not a manifest ({type(error).__name__})") from error
-    # A copy may have any name, but not that of another step.
+    # The directory of a copy may have any name except the name of another step.
     name = step_name(manifest["step"])
     if PUBLISHED.fullmatch(path.name) and path.name != name:
         raise CheckpointError(f"{MANIFEST} belongs to {name}")
@@ -102,17 +110,17 @@ def read_manifest(path: Place) -> dict[str, Any]:
 
 
 def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
-    """Check the types and file names of a manifest, and add the fields that it may lack.
+    """Check a manifest's types and file names; add the fields that earlier releases did not write.
 
-    Earlier releases did not write all of them. Raises CheckpointError, or any other error for a
-    field of the wrong type.
+    Raises CheckpointError for an unknown format or a forbidden file name. A missing field, or one
+    of the wrong type, may raise any other error.
     """
     version = manifest["format_version"]
-    # Not isinstance, since True is an int that equals 1.
+    # `isinstance` would accept True, which is an int and equals 1.
     if type(version) is not int or version != FORMAT_VERSION:
         problem = f"{MANIFEST} has format {version}; this code reads {FORMAT_VERSION}"
         raise CheckpointError(problem)
-    # Adding 0 rejects a string, which `int` would convert.
+    # `int` would convert a string. Adding 0 raises an error for a string.
     manifest["step"] = int(manifest["step"] + 0)
     files: dict[str, dict[str, Any]] = {}
     for name, entry in manifest["files"].items():
@@ -126,17 +134,17 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
             "digest": str(base["digest"]),
             "tied": dict(base["tied"]),
         }
-    # Earlier releases stored only the validation loss.
+    # Earlier releases stored no score, only the validation loss.
     loss = manifest.get("validation_loss")
     rule, score = "min validation_loss", loss
     if manifest.get("score"):
         rule, score = manifest["score"]
-    # Adding 0.0 converts a number to a float and rejects a string, which `float` would convert.
-    # Adding "" rejects a rule that is not a string.
+    # Adding 0.0 converts a number to a float, and raises an error for a string, which `float` would
+    # convert. Adding "" raises an error for a rule that is not a string.
     manifest["validation_loss"] = None if loss is None else loss + 0.0
     manifest["score"] = ["" + rule, None if score is None else score + 0.0]
     names = list(files)
-    # In an object store, and in copies from one, the files are in a subfolder.
+    # A checkpoint in an object store, or a copy of it, has its files in this folder.
     if "folder" in manifest:
         names.append(manifest["folder"])
     for name in names:
@@ -148,7 +156,10 @@ def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
 
 
 def check_file(path: Path, entry: dict[str, Any]) -> str | None:
-    """Compare one file with its manifest entry; return what is wrong with it, or None."""
+    """Compare a file with its entry in the manifest; return the problem, or None if it is good.
+
+    Raises RankError if the file cannot be read, which does not mean damage.
+    """
     try:
         with open_regular(path) as file:
             sha256 = hashlib.file_digest(file, "sha256").hexdigest()
@@ -167,13 +178,14 @@ def check_file(path: Path, entry: dict[str, Any]) -> str | None:
 
 
 def verify(path: Place, group: Group | None = None) -> Verified:
-    """Verify every byte of a checkpoint; the ranks divide the files among them; collective.
+    """Verify every byte of a checkpoint; collective.
 
-    Returns the manifest ({} if it is damaged) and the problems, the same on every rank. Raises
-    RankError, on every rank, when any rank cannot read a file, which does not mean damage.
+    The ranks divide the files among them. All ranks return the same manifest ({} if it is damaged)
+    and problems. Raises RankError, on every rank, if any rank cannot read a file: this does not
+    mean that the file is damaged.
     """
     group = group or Group()
-    # A failed check is repeated, so that one bad read does not condemn a good checkpoint.
+    # Repeat a failed check: after a single bad read, a good checkpoint must not count as damaged.
     manifest, problems = _read_on_first(path, group)
     if problems:
         manifest, problems = _read_on_first(path, group)
@@ -185,7 +197,7 @@ def verify(path: Place, group: Group | None = None) -> Verified:
 
 
 def _read_on_first(path: Place, group: Group) -> Verified:
-    """Return the manifest as rank 0 reads it, and what is wrong with it; collective."""
+    """Read the manifest on rank 0; return it and its problems on every rank; collective."""
     manifest: dict[str, Any] = {}
     problems: list[str] = []
     with group.together():
@@ -198,14 +210,15 @@ def _read_on_first(path: Place, group: Group) -> Verified:
 
 
 def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[str]:
-    """Return what is wrong with the files of a checkpoint, the same on every rank; collective.
+    """Return the problems of all files of a checkpoint, on every rank; collective.
 
-    Raises RankError, on every rank, if one of them cannot read a file.
+    Raises RankError, on every rank, if any rank cannot read a file.
     """
     local = local_copy(path, manifest, group)
     problems: list[str] = []
     with group.together():
-        # Hashing releases the GIL, so each core that this rank may use hashes a file.
+        # Hashing releases the GIL, so these threads run in parallel, one on each core that this
+        # rank may use.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             checks = []
             for name in files_of_rank(manifest, local.rank, local.ranks):
@@ -215,8 +228,8 @@ def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[st
             problem = check.result()
             if problem is not None:
                 problems.append(problem)
-    # Several machines may report the same problem: keep each once. Only rank 0 gathers all of them,
-    # so it sends the result to the others.
+    # Several machines may report the same problem: the keys of `distinct` hold it once. Only rank 0
+    # gathers the problems of all ranks, so it sends the result to the other ranks.
     distinct: dict[str, None] = {}
     for of_one_rank in group.gather(problems):
         distinct.update(dict.fromkeys(of_one_rank))
@@ -224,11 +237,11 @@ def _check_files(path: Place, manifest: dict[str, Any], group: Group) -> list[st
 
 
 def files_of_rank(manifest: dict[str, Any], rank: int, ranks: int) -> list[str]:
-    """Return the names of the files that a rank checks; all ranks get about as many bytes."""
+    """Return the names of the files that a rank checks; all ranks get similar numbers of bytes."""
     sizes = {name: entry["size"] for name, entry in manifest["files"].items()}
     largest_first = sorted(sizes, key=sizes.__getitem__, reverse=True)
-    # Snake order balances the bytes: deal one file to each rank from first to last, then from last
-    # to first, and so on.
+    # Deal out the files from the first rank to the last, then from the last to the first, and so
+    # on: with three ranks to 0, 1, 2, 2, 1, 0, 0, 1, 2. This balances the bytes.
     names: list[str] = []
     for index, name in enumerate(largest_first):
         turn, offset = divmod(index, ranks)

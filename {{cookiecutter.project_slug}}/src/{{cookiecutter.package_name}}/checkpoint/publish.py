@@ -1,17 +1,18 @@
 """Publish, find, set aside and prune checkpoints, so that their directory survives any crash.
 
-A checkpoint is a directory `step_00000120/` with a manifest.json and the files it names. From the
-first save on, there is a loadable checkpoint at every instant, since a save takes these steps:
+A checkpoint is a directory such as `step_00000120/` with a manifest.json and the files that it
+names. After the first save, there is a loadable checkpoint at every instant, since a save takes
+these steps:
 
-1. rank 0 makes a new reserved directory next to the published ones;
+1. rank 0 makes a new directory next to the published checkpoints: the reservation;
 2. every rank writes its files there; a failure on any rank fails the save on every rank;
 3. every rank syncs its files to disk and hashes them (sha256);
-4. rank 0 writes the manifest, syncs it and the directory;
+4. rank 0 writes the manifest, and syncs the manifest and the reservation;
 5. rank 0 renames the reservation to its final name, and syncs the parent directory;
 6. rank 0 prunes old checkpoints.
 
-A published checkpoint is never written to again. A restore takes the newest checkpoint whose
-manifest and files verify. It moves damaged ones aside with a warning, and retention ignores them.
+A published checkpoint is never written to again. A restore takes the newest checkpoint that is not
+damaged. It renames damaged ones with a warning, and `prune` neither counts nor removes them.
 
 The file system must be POSIX and shared by all ranks. Its rename must be atomic, and its fsync must
 really write to disk.
@@ -38,10 +39,10 @@ from .manifest import FORMAT_VERSION, read_manifest, sealed, verify
 from .paths import Place, damaged, published
 
 log = logging.getLogger(__name__)
-# Prefixes of directories that are being written, and of those that are being removed.
+# The prefixes of names: of reservations, and of checkpoints that are being removed.
 RESERVED = ".saving-"
 DISCARDED = ".discarded-"
-# Writes a rank's files into a folder, and returns their names.
+# A function that writes a rank's files into a folder, and returns their names.
 Write = Callable[[Path], Iterable[str]]
 # A checkpoint and its manifest.
 Found = tuple[Place, dict[str, Any]]
@@ -80,32 +81,33 @@ class RetentionConfig:
 class Publisher:
     """The checkpoints of one run, in `directory`.
 
-    All ranks call `publish`, `newest_good` and `close` together. Every rank also calls `folder_of`
-    and `make_durable`; only rank 0 calls the other methods.
+    All ranks call `publish`, `newest_good` and `close` together. Inside these, every rank calls
+    `folder_of` and `make_durable`, and only rank 0 calls the other methods.
     """
 
-    # How to begin without the old checkpoints, for error messages.
+    # The advice in error messages on how to begin without the old checkpoints.
     start_over = "start over with --fresh, which sets the old run aside"
 
     def __init__(self, directory: Place, retention: RetentionConfig, group: Group) -> None:
         self.directory = directory
         self.retention = retention
         self.group = group
-        # The scores of the checkpoints that retention counts, as in `best_by_validation`.
+        # The score of each checkpoint that `prune` counts, such as ["min validation_loss", 1.2].
         self.scores: dict[Place, list[Any]] = {}
-        # Whether the names of the directory and its parents are synced to disk.
+        # Whether `reserve` has made the directory, and has synced its parents.
         self.synced = False
-        # Whether the storage has refused a removal.
+        # Whether a warning has said that permission to remove something is missing.
         self.refused = False
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
         """Save one checkpoint in the six steps above, and return its path; collective.
 
-        `write(folder)` writes this rank's files and returns their names. All ranks call it
-        together, and if it raises, it raises on all of them. `facts` go into the manifest. Raises
-        CheckpointError, on every rank, when any rank failed, and removes the partial files. A
-        UserError of any rank is raised on every rank as it is. If a rank dies, the others fail or
-        hang in the next collective, until torchrun or the watchdog ends them.
+        `write(folder)` writes this rank's files and returns their names. All ranks call `write`
+        together, and if it raises on one rank, it must raise on all. `facts` go into the manifest.
+
+        If any rank fails, every rank raises CheckpointError, and rank 0 removes the partial files.
+        But a UserError of any rank is raised on every rank unchanged. If a rank's process dies, the
+        others fail or hang in the next collective, until torchrun or the watchdog ends them.
         """
         group = self.group
         reserved = ""
@@ -132,12 +134,12 @@ class Publisher:
                     self.commit(reserved, manifest)
                     committed = True
         except UserError:
-            # Another run may have taken over the object store, so remove nothing from it.
+            # Another run may have taken over the storage, so remove nothing there.
             raise
         except Exception as error:
             problem = f"checkpoint of step {step} was not saved"
             if committed:
-                # Another rank has failed after that: do not remove a published checkpoint.
+                # Another rank has failed, but the checkpoint is already published: keep it.
                 problem = f"checkpoint of step {step} was saved, but then a rank failed"
             elif group.is_first and reserved:
                 self.abandon(reserved)
@@ -145,17 +147,17 @@ class Publisher:
         path = self.directory / step_name(step)
         if group.is_first:
             if "score" in facts:
-                # So `prune` need not read it from the manifest.
+                # With this entry, `prune` need not read the score from the manifest.
                 self.scores[path] = facts["score"]
             self.prune()
         return path
 
     def newest_good(self, after: int = -1) -> Found | None:
-        """Return the newest checkpoint after step `after` that verifies; None if none does.
+        """Return the newest good checkpoint after step `after`; None if there is none; collective.
 
-        Collective. Damaged ones are renamed to `step_….damaged-<n>`. Raises CheckpointError if all
-        are damaged: a person must decide whether to start over. Raises RankError if one cannot be
-        read, which does not mean damage: a retry may succeed.
+        Sets aside the damaged checkpoints that are newer than this one. Raises CheckpointError if
+        all are damaged: a person must decide whether to start over. Raises another RankError if a
+        checkpoint cannot be read, which does not mean damage: a retry may succeed.
         """
         group = self.group
         paths: list[Place] = []
@@ -200,7 +202,7 @@ class Publisher:
         try:
             scores: dict[Place, list[Any]] = {}
             for path in published(self.directory):
-                # A checkpoint whose manifest is damaged, or cannot be read just now, is neither
+                # If a manifest is damaged, or cannot be read just now, its checkpoint is neither
                 # counted nor removed: a person should look at it.
                 with contextlib.suppress(RankError, OSError):
                     if path in self.scores:
@@ -223,7 +225,7 @@ class Publisher:
             self.warn_not_removed(error)
 
     def warn_not_removed(self, error: Exception) -> None:
-        """Warn that old checkpoints were not removed; only once if permission is missing."""
+        """Warn that old checkpoints were not removed; warn of a missing permission only once."""
         if isinstance(error, PermissionError):
             if self.refused:
                 return
@@ -231,14 +233,14 @@ class Publisher:
         log.warning("old checkpoints could not be removed: %s", error)
 
     def reserve(self, step: int) -> str:
-        """Make a fresh directory to write into, and return its name."""
+        """Make a reservation, which is a new directory to write into; return its name."""
         if not self.synced:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Any directory in the path may be new and not yet synced: made by this run, or by one
-            # that was killed before it could sync.
+            # Sync each parent, since any directory in the path may be new: this run has just made
+            # it, or another run, which was killed before it could sync.
             for parent in self.directory.parents:
-                # This user's runs have made no directory in a parent that they cannot write to, nor
-                # above it. Syncing a directory needs read permission.
+                # Stop at a parent that this user cannot write to: the user's runs have made neither
+                # this parent nor a directory in it. Syncing also needs permission to read.
                 if not os.access(parent, os.R_OK | os.W_OK):
                     break
                 sync_directory(parent)
@@ -248,7 +250,7 @@ class Publisher:
         return name
 
     def folder_of(self, reserved: str) -> Path:
-        """Return where the ranks write the files of a reservation."""
+        """Return the folder where this rank writes the files of a reservation."""
         return self.directory / reserved
 
     def make_durable(self, reserved: str, names: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -273,14 +275,14 @@ class Publisher:
             file.flush()
             os.fsync(file.fileno())
         sync_directory(reservation)
-        # An earlier save of this step may have failed after its rename.
+        # An earlier save of this step may have failed after its rename, and left this directory.
         if os.path.lexists(target):
             self.set_aside(target)
         os.rename(reservation, target)
         try:
             sync_directory(self.directory)
         except OSError:
-            # A power loss could undo the rename, so the checkpoint does not count as published.
+            # The rename may not survive a power loss, so this save fails: undo the rename.
             with contextlib.suppress(OSError):
                 os.rename(target, reservation)
             raise
@@ -290,7 +292,7 @@ class Publisher:
         shutil.rmtree(self.directory / reserved, ignore_errors=True)
 
     def set_aside(self, path: Path) -> Path:
-        """Rename a damaged checkpoint, so that it is never counted again."""
+        """Rename a damaged or replaced checkpoint, so that it is never counted again."""
         number = 1
         aside = path.with_name(f"{path.name}.damaged-{number}")
         while os.path.lexists(aside):
@@ -302,30 +304,33 @@ class Publisher:
 
     def discard(self, path: Path) -> None:
         """Begin to remove a checkpoint; `remove_leftovers` does the rest."""
-        # Rename it first: a crash half-way must not leave half a checkpoint under a published name.
+        # Rename it first: a crash during the removal must not leave a part of the checkpoint under
+        # a published name.
         try:
             os.rename(path, self.directory / f"{DISCARDED}{path.name}-{uuid.uuid4().hex[:8]}")
         except OSError as error:
-            # Overlay file systems cannot rename folders of a lower layer. Remove the manifest
-            # first: without it, half a checkpoint counts as damaged.
+            # An overlay file system cannot rename a folder of a lower layer, so remove the files
+            # here. Remove the manifest first: if a crash leaves other files, the checkpoint then
+            # counts as damaged.
             if error.errno != errno.EXDEV:
                 raise
             (path / MANIFEST).unlink()
             shutil.rmtree(path)
 
     def remove_leftovers(self) -> None:
-        """Remove discarded checkpoints, and reservations of processes that are gone."""
-        # A reservation here is abandoned: the run directory has one writer, which saves one
-        # checkpoint at a time.
+        """Remove discarded checkpoints, and the reservations of saves that did not finish."""
+        # Only one run writes to this directory, and it does not call this method during a save. So
+        # no reservation is in use now.
         names = os.listdir(self.directory) if self.directory.exists() else []
         leftovers = [name for name in names if name.startswith((RESERVED, DISCARDED))]
         if leftovers:
-            # Renames must be on disk first, including those of a killed process. Otherwise a crash
-            # of the machine could restore the name of a checkpoint that is half removed.
+            # First sync the renames by `discard`, including those by a killed process. Otherwise a
+            # crash of the machine could undo the rename of a checkpoint that is half removed.
             sync_directory(self.directory)
             for name in leftovers:
                 leftover = self.directory / name
-                # Remove what can be removed. The next save tries the rest again, without a warning.
+                # Remove what can be removed. The next save tries to remove the rest, but does not
+                # warn again.
                 shutil.rmtree(leftover, ignore_errors=True)
                 if leftover.exists() and not self.refused:
                     self.refused = True
@@ -333,16 +338,17 @@ class Publisher:
 
 
 def best_by_validation(scores: Mapping[Place, list[Any]]) -> Place | None:
-    """Return the best of checkpoints, which are listed oldest first; None without any score.
+    """Return the checkpoint with the best score; None if no score counts.
 
-    A score is a rule and a value, such as ["min validation_loss", 1.2]; the value is None if there
-    was no validation. The newest rule decides, and scores by another rule do not count. Among equal
-    scores the newest checkpoint is the best.
+    `scores` has the oldest checkpoint first. A score is a rule and a value, such as
+    ["min validation_loss", 1.2]; the value is None if there was no validation. Only scores that
+    have the same rule as the newest checkpoint count. Among equal scores the newest is the best.
     """
     best: Place | None = None
     best_value = math.nan
     newest_rule = ""
-    # The newest comes first: it sets the rule, and an older one with an equal score is not better.
+    # Begin with the newest checkpoint, which sets the rule. Among equal scores, the first stays the
+    # best.
     for path, (rule, value) in reversed(list(scores.items())):
         if not newest_rule:
             newest_rule = rule

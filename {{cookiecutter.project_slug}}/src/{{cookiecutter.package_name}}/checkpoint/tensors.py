@@ -2,8 +2,8 @@
 
 A checkpoint holds `{"model": {name: tensor}, "optimizer": {parameter: {key: tensor}}}`, with the
 names of `model.state_dict()`. In memory the names are flat, as in "optimizer.norm.weight.exp_avg".
-No Python objects are pickled, and loading a file runs no code from it. Everything else (step,
-samples, settings, identity) is JSON in the manifest.
+Loading a file runs no code from it, since only tensors are loaded. Everything else (step, samples,
+settings, identity) is JSON in the manifest.
 """
 
 import inspect
@@ -27,22 +27,22 @@ from .manifest import reading
 
 # Flat names such as "model.norm.weight", and their tensors.
 Tensors = dict[str, torch.Tensor]
-# Publishes the staged tensors of a step; the facts go into its manifest.
+# A function of a step and the facts for its manifest: publishes the step's staged tensors.
 Job = Callable[[int, dict[str, Any]], None]
 SAFETENSORS = ".safetensors"
 # Prefixes of tensor names in a checkpoint, and the name of the note in a .pt file.
 MODEL = "model."
 OPTIMIZER = "optimizer."
 NOTE = "note"
-# What peft inserts into the weight names of a layer that it adapts, or of which it trains a copy.
+# The parts that peft inserts into names of weights, as in "layer.base_layer.weight".
 ADAPTED = re.compile(r"\.(base_layer|original_module|modules_to_save\.[^.]+)\.")
-# Settings that this project, or a scheduler of torch, sets in an optimizer's groups. They are not
-# saved.
+# Settings that this project, or a scheduler of torch, adds to an optimizer's groups. Like the other
+# settings in these groups, they are not saved.
 GROUP_SETTINGS = ("lr", "initial_lr", "rate_factor", "ema_decay", "matrices")
 
 
 def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a nested dictionary with flat names, as DCP does; skip other values."""
+    """Yield each tensor of a nested dictionary with its flat name, as in DCP; skip other values."""
     if not isinstance(tree, Mapping):
         return
     for key, value in tree.items():
@@ -53,7 +53,7 @@ def flat(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def nested(tensors: Tensors) -> dict[str, Any]:
-    """Return the nested dictionary that is saved: the inverse of `flat`."""
+    """Return the nested dictionary of a checkpoint: the inverse of `flat`."""
     model: dict[str, torch.Tensor] = {}
     optimizer: dict[str, Tensors] = {}
     for full_name, tensor in tensors.items():
@@ -61,17 +61,18 @@ def nested(tensors: Tensors) -> dict[str, Any]:
         if section == "model":
             model[name] = tensor
         else:
+            # Such as the parameter "norm.weight" and the key "exp_avg".
             parameter, _, key = name.rpartition(".")
             optimizer.setdefault(parameter, {})[key] = tensor
     return {"model": model, "optimizer": optimizer}
 
 
 def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    """Raise CheckpointError for a target that was not saved, or has another shape."""
+    """Raise CheckpointError if the saved tensor of a target is missing, or has another shape."""
     for name, target in targets.items():
         if name not in saved:
             raise CheckpointError(f"the saved tensors have no {name}")
-        # Without this check, copying would broadcast a smaller tensor.
+        # Without this check, `copy_` would broadcast a smaller tensor to the target's shape.
         if saved[name].shape != target.shape:
             shapes = f"{list(saved[name].shape)}, expected {list(target.shape)}"
             raise CheckpointError(f"{name} has shape {shapes}")
@@ -80,23 +81,24 @@ def check_shapes(saved: Mapping[str, torch.Tensor], targets: Mapping[str, torch.
 class Source(Protocol):
     """Readable tensors: those of a checkpoint, or of a file of weights from anywhere.
 
-    `forms` maps each name to a tensor of its shape and dtype.
+    `forms` maps each name to a tensor that has the stored shape and dtype, but maybe no values.
     """
 
     path: Path
     forms: Tensors
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run; into sharded tensors, only this rank's shard.
+        """Copy values into tensors of the run; a sharded tensor gets only this rank's shard.
 
-        Collective. Raises CheckpointError, on every rank, when any rank failed.
+        Collective. Raises RankError, on every rank, if any rank fails.
         """
 
 
 class OneFile:
     """Tensors in one file of `torch.save` or safetensors, or in a folder of safetensors.
 
-    `forms` are the tensors by name. They are memory-mapped; `read` reads their values.
+    `forms` maps each name to its tensor. The tensors are memory-mapped if possible: then only
+    `read` reads their values from disk.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,10 +113,10 @@ class OneFile:
                     self.forms[name] = tensor
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run; into sharded tensors, only this rank's shard.
+        """Copy values into tensors of the run; a sharded tensor gets only this rank's shard.
 
-        Collective. If a tensor is missing or has another shape, raises CheckpointError on every
-        rank before anything is copied.
+        Collective. Raises RankError, on every rank, if a tensor is missing or has another shape;
+        then nothing was copied.
         """
         with group.together():
             check_shapes(self.forms, targets)
@@ -126,7 +128,8 @@ def weight_files(path: Path) -> list[Path]:
     """Return the files of weights at a path: itself, or the safetensors in a folder."""
     if not path.is_dir():
         return [path]
-    # A folder may also hold the same weights in other files, so the index or model file decides.
+    # A folder may also hold the same weights in other files. So take the files that the index
+    # lists or, without an index, model.safetensors. If there is neither, take all safetensors.
     index = path / f"model{SAFETENSORS}.index.json"
     if index.is_file():
         file_of = read_json(index).get("weight_map")
@@ -141,7 +144,7 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
-    """Return the tensors of a file by name, memory-mapped unless an old torch.save wrote it."""
+    """Return the names and tensors of a file, memory-mapped unless an old torch.save wrote it."""
     if path.suffix == SAFETENSORS:
         return load_safetensors(path).items()
     # Only the zip files of newer torch.save versions can be mapped.
@@ -150,22 +153,27 @@ def load_file(path: Path) -> Iterable[tuple[str, torch.Tensor]]:
 
 
 def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, str]:
-    """Map the names that a model may use for weights to their stored names."""
-    # Stored names may have a prefix ("model.", DDP's "module.") or infix (compile's "_orig_mod.").
-    # The prefix is removed whose removal gives the most expected names.
+    """Return a dictionary that maps names in a model to stored names of weights.
+
+    `expected` are the names in the model. Stored weights that the model does not expect are in the
+    result, too. A stored name may have a prefix ("model.", or DDP's "module."), which all weights
+    share, and an infix (compile's "_orig_mod.").
+    """
     expected = set(expected)
-    # The expected names by their names without peft's adapters. One stored weight may have several,
-    # since peft copies some layers.
+    # Maps a name without peft's parts to the expected names. These may be several, since peft
+    # copies some layers.
     expected_by_plain_name: dict[str, list[str]] = {}
     for name in expected:
         expected_by_plain_name.setdefault(without_adapters(name), []).append(name)
     candidates: list[str] = []
     for name in stored:
+        # A model may also have a weight whose name looks like that of optimizer state.
         is_weight = name != NOTE and not name.startswith(OPTIMIZER)
         if is_weight or name in expected:
             candidates.append(name)
     best: dict[str, str] = {}
     most = -1
+    # Try to remove each possible prefix. The one that gives the most expected names is the best.
     # Many training scripts save the weights as "model" or "state_dict", next to other state.
     for outer in ("", MODEL, "state_dict."):
         for prefix in (outer, f"{outer}module."):
@@ -176,8 +184,8 @@ def weight_names(stored: Iterable[str], expected: Iterable[str]) -> dict[str, st
                     continue
                 name = name.removeprefix(prefix)
                 names[name] = stored_name
-                # In a model with adapters, the weight has other names. A tensor that is stored
-                # under such a name itself takes precedence.
+                # A model with adapters expects the weight under other names. But a tensor that is
+                # itself stored under such a name takes precedence.
                 for expected_name in expected_by_plain_name.get(name, []):
                     names.setdefault(expected_name, stored_name)
             fitting = len(names.keys() & expected)
@@ -192,29 +200,32 @@ def without_adapters(name: str) -> str:
 
 
 def is_named(name: str, names: tuple[str, ...]) -> bool:
-    """Tell whether `names` lists a tensor, or a module that contains it."""
+    """Return whether `names` lists a tensor of this name, or a module that contains the tensor."""
     return any(name == each or name.startswith(f"{each}.") for each in names)
 
 
 def optimizer_slots(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield each value that an optimizer saves: its name, the dictionary with it, and its key."""
+    """Yield, for each optimizer value to save, its name, the dictionary that has it, and its key.
+
+    For example: "norm.weight.exp_avg", the optimizer's state of this parameter, and "exp_avg".
+    """
     seen: set[nn.Parameter] = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):
         state = optimizer.state.get(parameter, {})
         for key, value in state.items():
-            # The state of tied weights is saved once, but their EMA under each of their names, like
-            # the weights in `model.state_dict()`.
+            # A tied weight has several names. Its EMA is saved under each of them, as the weight
+            # is in `model.state_dict()`. The rest of its state is saved once.
             if value is not None and (parameter not in seen or key == EMA):
                 yield f"{name}.{key}", state, key
         seen.add(parameter)
     # Some optimizers keep state such as a step counter in their groups, next to their settings.
-    # Settings are not saved: these are the constructor's arguments, including those of the parts
-    # of an optimizer that is composed of several (`optimizers`).
+    # Settings are not saved. They have the names of the constructor's arguments. An optimizer may
+    # be composed of several (`optimizers`): then the arguments of each of these are settings, too.
     settings = set(GROUP_SETTINGS)
     for part in (optimizer, *getattr(optimizer, "optimizers", ())):
-        # A class may take arguments of its base only as **kwargs, so look at all bases.
+        # A class may take the arguments of its base class as **kwargs, so look at all base classes.
         for base in type(part).__mro__:
             settings |= inspect.signature(base).parameters.keys()
     for index, group in enumerate(optimizer.param_groups):
@@ -225,7 +236,7 @@ def optimizer_slots(
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Tensors:
-    """Return the optimizer's state by parameter name and key, numbers as scalar tensors."""
+    """Return the optimizer's state by name, as in "norm.weight.exp_avg"; numbers become tensors."""
     tensors: Tensors = {}
     for name, holder, key in optimizer_slots(model, optimizer):
         value = holder[key]
@@ -243,11 +254,12 @@ def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> Ten
 
 
 def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the optimizer allocate its state, by a step with zero learning rate and gradients."""
-    # Only the optimizer knows which tensors it keeps, with which shapes and dtypes. Its settings
-    # are restored afterwards; the checkpoint overwrites the state.
+    """Let the optimizer allocate its state: make a step with zero learning rate and gradients."""
+    # Only the optimizer knows which tensors it keeps, and their shapes and dtypes. The step may
+    # change its settings, which are restored below, and its state, which the caller overwrites.
     settings: list[dict[str, Any]] = []
-    # Parameters of the same form share one gradient, since touching new memory is slow.
+    # Parameters of the same shape, strides, dtype and device share one gradient, since touching new
+    # memory is slow.
     zeros: dict[Any, torch.Tensor] = {}
     for group in optimizer.param_groups:
         settings.append({key: value for key, value in group.items() if key != "params"})
@@ -257,7 +269,7 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
             if form not in zeros:
                 zeros[form] = torch.zeros_like(parameter)
             parameter.grad = zeros[form]
-    # A schedule-free optimizer, which has train() and eval(), only steps in training mode.
+    # A schedule-free optimizer, which has train() and eval(), can only step in training mode.
     schedule_free: Any = optimizer if hasattr(optimizer, "eval") else None
     if schedule_free is not None:
         schedule_free.train()
@@ -270,20 +282,21 @@ def create_optimizer_state(optimizer: torch.optim.Optimizer) -> None:
 
 
 def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
-    """Raise CheckpointError for a NaN in any tensor, or an infinity in a trained weight."""
-    # Non-finite steps are skipped, so there should be none. But a checkpoint with them would
-    # verify, and retention would remove the good ones. Buffers such as masks may be infinite.
+    """Raise CheckpointError if any tensor has a NaN, or if a trained weight has an infinity."""
+    # Training skips non-finite steps, so there should be no such values. If there were, the
+    # checkpoint would still pass as good, and older checkpoints, which really are good, would be
+    # removed. Buffers such as masks may be infinite.
     weights = {f"model.{name}" for name, p in model.named_parameters() if p.requires_grad}
     for name, value in tensors.items():
         tensor = parallel.local_part(value).detach()
         if not tensor.is_floating_point() or not tensor.numel():
             continue
-        # NumPy has neither bfloat16 nor float8, which has one byte.
+        # NumPy has neither bfloat16 nor float8. An element of float8 has one byte.
         numpy_has_dtype = tensor.dtype != torch.bfloat16 and tensor.itemsize > 1
-        # The minimum and the maximum are NaN if any element is.
+        # The minimum and the maximum are NaN if any element is NaN.
         if tensor.device.type == "cpu" and numpy_has_dtype:
-            # NumPy uses one thread. A torch operator in the writer's thread would start a second
-            # OpenMP thread pool.
+            # NumPy uses one thread. This code may run in the writer's thread, where a torch
+            # operator would start a second OpenMP thread pool.
             array = tensor.numpy()
             extremes = [float(array.min()), float(array.max())]
         else:
@@ -297,7 +310,7 @@ def refuse_nan(tensors: Tensors, model: nn.Module) -> None:
 
 
 def shapes_and_dtypes(model: nn.Module) -> dict[str, list[Any]]:
-    """Return the shape and dtype of each tensor that a model saves; UserError for other values."""
+    """Return the shape and dtype of each tensor in `state_dict()`; UserError for other values."""
     result: dict[str, list[Any]] = {}
     for name, value in model.state_dict().items():
         if not isinstance(value, torch.Tensor):
@@ -315,7 +328,7 @@ def identity_differences(
 ) -> list[str]:
     """Describe each field that differs, with both values; `saved` may be any JSON value.
 
-    `there` and `here` say where the values of `saved` and `ours` are from.
+    In the texts, `there` follows a value of `saved` and `here` a value of `ours`.
     """
     differences: list[str] = []
     if not isinstance(saved, dict):
@@ -324,7 +337,8 @@ def identity_differences(
         old = saved.get(field)
         new = ours.get(field)
         if isinstance(old, dict) and isinstance(new, dict):
-            # A dictionary can be large, such as that of all shapes: name only three differences.
+            # A dictionary may have many differences, such as the shapes of all tensors: describe
+            # only three, and count the rest.
             changed = [key for key in {**old, **new} if old.get(key) != new.get(key)]
             for key in changed[:3]:
                 values = f"{old.get(key)!a:.100} {there}, {new.get(key)} {here}"
@@ -332,14 +346,17 @@ def identity_differences(
             if len(changed) > 3:
                 differences.append(f"{field}: {len(changed) - 3} more")
         elif old != new:
-            # `ascii` escapes control characters, and adds quotes.
+            # `ascii` escapes control characters. It also adds quotes, which the slice removes.
             name = ascii(field)[1:-1]
             differences.append(f"{name:.100}: {old!a:.100} {there}, {new} {here}")
     return differences
 
 
 def require_same_identity(identity: dict[str, Any], group: Group) -> None:
-    """Raise UserError, on every rank, if the data or model of one differs from rank 0's."""
+    """Raise UserError, on every rank, if any rank's `identity` differs from rank 0's; collective.
+
+    The identity has facts that must be equal, such as the number of samples and all shapes.
+    """
     first = group.broadcast(identity)
     with group.together():
         problems = identity_differences(first, identity, "on rank 0", "here")
@@ -351,8 +368,12 @@ def require_same_identity(identity: dict[str, Any], group: Group) -> None:
 
 
 def offer_weights(path: Any, differences: list[str]) -> str:
-    """Return how another run can start from a checkpoint's weights; "" if parameters differ."""
-    # A difference begins with its field; "parameters" are the shapes and dtypes of the model.
+    """Return text for an error: another run can start from the checkpoint's weights.
+
+    Returns "" if the parameters differ, since then the weights do not fit.
+    """
+    # Each difference begins with the name of its field. The field "parameters" has the shapes and
+    # dtypes of the model's tensors.
     if any(difference.startswith("parameters") for difference in differences):
         return ""
     return f", which starts from these weights with --init-from {path}"

@@ -1,7 +1,7 @@
-"""Load weights from other runs and files; export a checkpoint to one file, or import one.
+"""Load weights from another run or a file; export a checkpoint to a file or to a new run.
 
 An exported .pt file also has a note: the manifest and settings of the run, as JSON in a tensor of
-bytes. With it, the file can become a run that resumes.
+bytes. With this note, `export` can turn the file into a run again, which `train` then resumes.
 """
 
 import contextlib
@@ -79,9 +79,9 @@ class ExportConfig:
 
 
 def export(run_dir: Path, options: ExportConfig) -> str:
-    """Export a checkpoint to `options.to`, in this one process; return a summary line.
+    """Export a checkpoint to `options.to` and return a summary line; runs in a single process.
 
-    Needs as much host memory as the result needs on disk, and twice as much for safetensors.
+    Holds the whole result in host memory, and for safetensors a second copy of it.
     """
     target = options.to
     where = options.source or run_dir
@@ -89,9 +89,10 @@ def export(run_dir: Path, options: ExportConfig) -> str:
     fills_empty_folder = not is_file and target.is_dir() and not os.listdir(target)
     if target.exists() and not fills_empty_folder:
         raise UserError(f"{target} exists and is not overwritten: give another --to, or remove it")
-    # A folder named "hf", "model-hf" or the like is for transformers, and is not written here.
+    # A folder named "hf", "model-hf" or the like is meant for transformers. This function does not
+    # write such folders.
     is_for_transformers = re.fullmatch(r"(.*[-_.])?hf", target.name)
-    # A suffix of letters means a file; run.v2 is the name of a directory.
+    # A suffix of letters only, as in run.onnx, means a file. So run.v2 is a directory.
     if not is_file and (target.suffix[1:].isalpha() or is_for_transformers):
         formats = f"{', '.join(FILES)} or .pt2 for a file, and a plain name for a run's directory"
         raise UserError(
@@ -129,11 +130,11 @@ def find_checkpoint(
 ) -> Found:
     """Find a checkpoint to read from, verify it, and return its path and manifest.
 
-    `where` is a checkpoint or a run; of a run, `step` selects the checkpoint (None: the newest good
-    one). It may also be a file of torch.save or safetensors, or a folder of safetensors or DCP:
-    these cannot be verified, and their manifest is {}. `base` is the new path of weights that the
-    checkpoint leaves out. Collective with a `group`; moves and removes nothing. Raises UserError if
-    there is no good checkpoint.
+    `where` is a checkpoint, or a run in which `step` selects one (None: the newest good one). It
+    may also be a file of torch.save or safetensors, or a folder of safetensors or DCP. Such files
+    have no manifest, so they are not verified, and {} is returned as their manifest. `base` is the
+    new path of the weights that the checkpoint leaves out, if they have moved. Collective with a
+    `group`. Does not move or remove any checkpoint. Raises UserError if no checkpoint is good.
     """
     group = group or Group()
     where = storage_path(where)
@@ -145,7 +146,8 @@ def find_checkpoint(
     paths, have_manifests = group.broadcast((paths, have_manifests))
     if not have_manifests:
         log.warning("%s has no manifest: it is used without verification", where)
-        # From an object store all ranks of a machine share a copy, which is made here.
+        # If the files are in an object store, this downloads one copy per machine, for all its
+        # ranks.
         local_copy(paths[0], {}, group)
         return paths[0], {}
     for path in paths:
@@ -157,7 +159,7 @@ def find_checkpoint(
 
                 manifest = check_base(manifest, base, run_of(path), group)
             return path, manifest
-        # Without a warning if it is gone: a run that is still training may just have pruned it.
+        # If the checkpoint is gone, do not warn: a run that is still training may have pruned it.
         if path.exists():
             log.warning("DAMAGED CHECKPOINT %s: %s", path, "; ".join(problems))
     raise UserError(_why_none_is_good(where, step, paths))
@@ -198,7 +200,7 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
         return newest_first, True
     if published(where):
         raise UserError(f"{where} holds the checkpoints of a run: give the run, {where.parent}")
-    # Not a run, so it may be a folder of another library.
+    # This is not a run. It may be a folder of weights that another library wrote.
     if has_files(where, SAFETENSORS):
         return [where], False
     return [], True
@@ -215,8 +217,8 @@ def best_checkpoint(directory: Place) -> Place:
             scores[path] = read_manifest(path)["score"]
     best = best_by_validation(scores)
     if best is None:
-        # The message names the metric of the newest checkpoint, which is in the rule of its score,
-        # such as "min validation_loss".
+        # The message names the metric of the newest checkpoint. The rule of a score ends with the
+        # metric, as in "min validation_loss", the default rule.
         newest_rule = "min validation_loss"
         if scores:
             newest_rule, _ = list(scores.values())[-1]
@@ -240,29 +242,32 @@ def load_weights(
 ) -> str:
     """Load weights into a model from a run, checkpoint or file; return a summary line.
 
-    Collective; an error on any rank is raised on all. Tensors that only the model or only the
-    source has are skipped and listed, or an error when `strict`. `new` lists tensors or modules
-    that keep their initial values. `base` is as in `find_checkpoint`. Also raises UserError if a
-    shape differs or no name matches. After an error, the model may hold a part of the weights.
+    Collective; an error on any rank is raised on all. The summary lists tensors that only the model
+    has, which keep their initial values, and tensors that only the source has, which are ignored.
+    With `strict`, either is a UserError. A different shape, or no common name, always is. `new`
+    lists tensors or modules of the model that are not loaded. `base` is as in `find_checkpoint`.
+    After an error, some of the weights may already be loaded.
     """
     path, manifest = find_checkpoint(where, step, group, base)
     with group.together():
         source = open_tensors(path, manifest)
-        # A model that can load the files of another library has this method. It renames their
-        # tensors to the model's names, and leaves other names alone.
+        # A model that can load the files of transformers has a method `from_transformers`. It
+        # gives the tensors in such a file the model's names, and does not change other files.
         if not manifest and isinstance(source, OneFile) and hasattr(model, "from_transformers"):
             rename: Any = model.from_transformers
             with reading(path):
                 source.forms = rename(source.forms)
         files = weight_files(source.path)
         if not files:
-            # A sharded checkpoint has no files of weights: use all files of its folder.
+            # A sharded checkpoint contains no safetensors, so `weight_files` found nothing: use all
+            # files of its folder.
             files = sorted(file for file in source.path.iterdir() if file.is_file())
         content = fingerprint_files(source.path, files)
-    # Ranks on several machines may read different copies.
+    # Each machine may read its own copy of the files. All copies must be the same.
     require_same_identity({f"content of {path}": content}, group)
 
-    # All ranks have the same names and shapes, so from here to `read` all raise the same errors.
+    # All ranks now have the same names and shapes, so until `read` is called, a check that fails on
+    # one rank fails on all of them.
     ours = model.state_dict()
     left_new = {name for name in ours if is_named(name, new)}
     for each in new:
@@ -271,7 +276,8 @@ def load_weights(
                 f"--init-new {each}: the model has no tensor or module of that name; "
                 "model.state_dict() has the names"
             )
-    # Maps names in the model to the names of the stored tensors to load.
+    # Maps names in the model to the names of the stored tensors to load. It also has entries for
+    # stored tensors that the model lacks.
     saved = weight_names(source.forms, ours)
     saved = with_averages(saved, source, weights)
     common = [name for name in ours if name in saved and name not in left_new]
@@ -288,8 +294,8 @@ def load_weights(
     missing = [name for name in _missing_names(model, set(common)) if name not in left_new]
     if missing:
         notes.append(f"not in the file, kept as initialized: {_listed(missing)}")
-    # A stored tensor may be in `saved` under several names, as with peft's adapters. It is unused
-    # only if the model has none of them.
+    # `saved` may map several names to one stored tensor, as with peft's adapters. That tensor is
+    # unused only if the model has none of these names.
     used = {saved[name] for name in ours if name in saved}
     unused = sorted(name for name in saved.keys() - ours.keys() if saved[name] not in used)
     if unused:
@@ -299,8 +305,8 @@ def load_weights(
         raise UserError(f"{path} does not match this model exactly; {'; '.join(notes)}")
     if left_new:
         notes.append(f"kept as initialized (--init-new): {', '.join(sorted(left_new))}")
-    # One stored tensor may be loaded under several names, such as weights that a peft adapter
-    # copies. It is read once, into the first of them, and copied from there.
+    # Several tensors of the model may be loaded from one stored tensor, since a peft adapter copies
+    # some weights. It is read into the first of them, and copied from there to the others.
     targets: Tensors = {}
     copies: list[str] = []
     for name in common:
@@ -337,7 +343,7 @@ def _other_shape(name: str, there: torch.Size, here: torch.Size) -> str:
 def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
     """Return the names of a model's tensors that are not loaded.
 
-    A tied weight is loaded if one of its names is.
+    A tied weight has several names, and counts as loaded if one of them is in `loaded`.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     loaded_ids = {id(parameters[name]) for name in loaded if name in parameters}
@@ -350,10 +356,10 @@ def _missing_names(model: nn.Module, loaded: set[str]) -> list[str]:
 
 
 def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> dict[str, str]:
-    """Return `saved`, with the stored names of the EMA if `weights` is "ema".
+    """Return `saved` or, if `weights` is "ema", a copy that has the averages instead.
 
-    `saved` maps names in the model to stored names. The entry of a tensor without an average, such
-    as a buffer, stays as it is. Raises UserError if there are no averages.
+    `saved` maps names in the model to stored names. A tensor without an average, such as a buffer,
+    keeps its entry. Raises UserError if there are no averages.
     """
     if weights == "last":
         return saved
@@ -368,18 +374,19 @@ def with_averages(saved: dict[str, str], source: Source, weights: Weights) -> di
 
 
 def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, Any]:
-    """Return the note for a file made from the checkpoint at `path`, found at `where`.
+    """Return the note for an export of the checkpoint at `path`, which was found in `where`.
 
-    It contains the run's config.json and spec.json; without a config.json, the manifest's settings.
+    The note contains the checkpoint's manifest, and the run's config.json and spec.json. If there
+    is no config.json, it contains the settings in the manifest instead.
     """
-    # If the checkpoint is in an object store, `where` may still be the run directory.
+    # `run_of` returns None for a checkpoint in an object store. Then `where` may be the run.
     run = run_of(path) or where
     manifest = dict(manifest)
     # An export contains all weights, so it needs no base.
     manifest.pop("base", None)
     note = {"manifest": manifest, "config": manifest["config"]}
     for name in ("config", "spec"):
-        # A `run` in an object store has no such file.
+        # There is no such file if `run` is in an object store.
         file = Path(str(run)) / f"{name}.json"
         if file.exists():
             note[name] = read_json(file)
@@ -387,7 +394,7 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
 
 
 def run_of(path: Place) -> Path | None:
-    """Return the run directory of a checkpoint; None for a copy elsewhere or in an object store."""
+    """Return the run directory that contains a checkpoint; None for one elsewhere or in a store."""
     if not isinstance(path, Path):
         return None
     directory = path.resolve().parent
@@ -398,7 +405,7 @@ def read_note(source: Source) -> dict[str, Any]:
     """Return the note in a file made by `export`; {} if it has none."""
     if not isinstance(source, OneFile) or NOTE not in source.forms:
         return {}
-    # A file from elsewhere may have an unrelated tensor of that name.
+    # A file that `export` did not write may have an unrelated tensor named "note".
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         note = json.loads(source.forms[NOTE].numpy().tobytes())
         if note["manifest"]["identity"]:
@@ -411,7 +418,8 @@ def read_state(
 ) -> Tensors:
     """Read the model, and the optimizer if `with_optimizer`, into new host memory.
 
-    Raises UserError if a tensor in `parameters` is missing.
+    `parameters` maps each tensor of the model to its shape and dtype, such as [1000, 64,
+    "float32"]. Raises UserError if the source lacks one of these tensors.
     """
     stored: dict[str, str] = {}
     for name in source.forms:
@@ -441,7 +449,8 @@ def read_state(
         tensor = tensors[stored_name]
         shape_and_dtype = parameters.get(name.removeprefix(MODEL))
         if name.startswith(MODEL) and shape_and_dtype:
-            # The average of a weight in half precision is in float32: give it the weight's dtype.
+            # The average of a weight is in float32 even if the weight is in half precision: convert
+            # it to the weight's dtype.
             dtype = shape_and_dtype[-1]
             tensor = tensor.to(getattr(torch, dtype))
         result[name] = tensor
@@ -449,17 +458,19 @@ def read_state(
 
 
 def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Publish tensors as the only checkpoint of a new run, with the identity of the original.
+    """Publish tensors as the only checkpoint of a new run, with the identity of the original run.
 
-    Runs in this one process. After an error, nothing of the run is left.
+    Runs in a single process. After an error, nothing of the new run is left.
     """
     group = Group()
     facts = dict(note["manifest"])
     step = facts["step"]
-    # These describe the files of the original; `publish` adds those of the new run.
+    # These fields describe the files of the original checkpoint. `publish` sets those of the new
+    # one.
     for name in ("files", "folder", "digest"):
         facts.pop(name, None)
-    # Without a config.json, a checkpoint of an earlier release may have no settings.
+    # The settings may be {}: a checkpoint of an earlier release has none, and there may have been
+    # no config.json.
     config = dict(note["config"])
     if config:
         # The new run keeps its checkpoints on disk, and they contain all weights.
@@ -480,7 +491,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
             publisher = Publisher(run_dir / "checkpoints", RetentionConfig(), group)
             publisher.publish(step, write, facts)
         except BaseException:
-            # Otherwise the part that was written would pass for a run that has not begun.
+            # Remove what was written, since it would look like a run that has not begun.
             for name in ("config.json", "spec.json"):
                 (run_dir / name).unlink(missing_ok=True)
             shutil.rmtree(run_dir / "checkpoints", ignore_errors=True)
@@ -489,7 +500,7 @@ def import_as_run(run_dir: Path, tensors: Tensors, note: dict[str, Any]) -> None
 
 
 def write_file(target: Path, tensors: Tensors, note: dict[str, Any]) -> None:
-    """Write a file in the format of its suffix: safetensors, otherwise torch.save."""
+    """Write the tensors to a .safetensors file, or with the note to a file of torch.save."""
     with whole_file(target) as file:
         if target.suffix == SAFETENSORS:
             model = {name.removeprefix(MODEL): tensor for name, tensor in tensors.items()}

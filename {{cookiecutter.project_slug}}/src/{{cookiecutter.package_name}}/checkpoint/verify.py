@@ -13,14 +13,14 @@ from .publish import best_by_validation
 
 @dataclass(frozen=True)
 class Listing:
-    """The checkpoints of a run, a line for each."""
+    """The lines to print about a run's checkpoints, and whether any, or their base, is damaged."""
 
     lines: list[str]
     any_damaged: bool
 
 
 def list_checkpoints(run_dir: Path) -> Listing:
-    """Verify every byte of each checkpoint of a run, and list them all."""
+    """Verify every byte of each checkpoint of a run; return a line for each checkpoint."""
     directory = checkpoints_of(storage_path(run_dir))
     good: dict[Place, dict[str, Any]] = {}
     problems_of: dict[Place, list[str]] = {}
@@ -42,13 +42,16 @@ def list_checkpoints(run_dir: Path) -> Listing:
                 line += "  best"
             lines.append(line)
         elif path.exists():
-            # If the path is gone, a run that is still training has just pruned it.
+            # A checkpoint that no longer exists gets no line: a run that is still training has
+            # pruned it since it was found.
             any_damaged = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-    # These were damaged, and a resume has renamed them.
+    # An earlier resume found these damaged, and renamed them.
     for name in damaged(directory):
         lines.append(f"{name}  set aside")
-    for manifest in good.values():
+    # If several checkpoints have a base, it is the same one, so check it once. It may have moved since
+    # the older ones were saved, so begin with the newest.
+    for manifest in reversed(good.values()):
         if "base" in manifest:
             problem = _problem_of_base(manifest, run_dir)
             if problem:
@@ -56,13 +59,13 @@ def list_checkpoints(run_dir: Path) -> Listing:
                 lines.append(problem)
             else:
                 lines.append(f"frozen weights  good  {manifest['base']['path']}")
-            # All checkpoints of a run that have a base have the same one, so check it only once.
             break
     return Listing(lines, any_damaged)
 
 
 def _problem_of_base(manifest: dict[str, Any], run_dir: Path) -> str:
-    """Return a line for missing or changed weights that a checkpoint leaves out, or ""."""
+    """Return a line if the base of a checkpoint is missing or has changed; "" if it is good."""
+    # Imported here, since few checkpoints have a base.
     from .base import check_base
 
     try:
@@ -73,11 +76,11 @@ def _problem_of_base(manifest: dict[str, Any], run_dir: Path) -> str:
 
 
 def _describe(path: Place, manifest: dict[str, Any]) -> str:
-    """Return the line for a good checkpoint: its size, and the metric that it is ranked by."""
+    """Return the line for a good checkpoint: its name, its size, and its score if it has one."""
     sizes = [entry["size"] for entry in manifest["files"].values()]
     files = "1 file" if len(sizes) == 1 else f"{len(sizes)} files"
     line = f"{path.name}  good  {sum(sizes) / 1e6:,.1f} MB in {files}"
-    # A rule is "min" or "max" and the metric, as in "min validation_loss".
+    # A rule is "min" or "max" followed by the metric, as in "min validation_loss".
     rule, score = manifest["score"]
     if score is not None:
         metric = rule.partition(" ")[2]

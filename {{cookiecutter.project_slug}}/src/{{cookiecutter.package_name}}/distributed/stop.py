@@ -20,23 +20,23 @@ TO_BE_RESTARTED = 75
 
 @dataclass(frozen=True)
 class Agreed:
-    """Flags that any rank has set; all ranks see the same flags at the same step."""
+    """The flags of all ranks combined: all ranks get the same flags at the same step."""
 
-    # The number of the stop signal; 0 if no rank got one.
+    # The number of a stop signal that a rank got; 0 if no rank got one.
     stop_signal: int = 0
-    # Whether a callback asks to end the run.
+    # Whether a callback of any rank asks to end the run.
     finish: bool = False
-    # Whether an asynchronous save has failed.
+    # Whether an asynchronous save of any rank has failed.
     save_failed: bool = False
 
     @property
     def ends_run(self) -> bool:
-        """Tell whether the loop must save and end."""
+        """Return whether the training loop must save and end."""
         return self.finish or self.stop_signal > 0
 
 
 class Stop:
-    """Handles stop signals: rank 0 prints the first one, and the loop polls for them.
+    """Handles stop signals: rank 0 prints its first one, and the training loop polls for them.
 
     A second Ctrl-C, or one during start-up, raises KeyboardInterrupt at once.
     """
@@ -45,22 +45,22 @@ class Stop:
         self.group = group
         # The last stop signal of this process.
         self.signal: int | None = None
-        # The time of the first one (time.monotonic()). While there is none, it is infinite, so that
-        # a deadline counted from it is never reached.
+        # The time of the first stop signal (time.monotonic()). Before any signal it is infinite, so
+        # that a deadline counted from it is never reached.
         self.received_at = math.inf
-        # The reason given by the callback that ends the run; "" if none has ended it.
+        # The reason that a callback gave for ending the run; "" if no callback has ended it.
         self.reason = ""
-        # Whether the loop has polled; before its first poll, the run is starting up.
+        # Whether `poll` has been called; before the first call, the run is starting up.
         self.polled = False
-        # The handlers to restore at the end.
+        # The earlier handler of each signal, to restore at the end.
         self.previous: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
         numbers = list(STOP_SIGNALS)
-        # nohup ignores SIGHUP, and so does this run then.
+        # nohup starts a process with SIGHUP ignored. Then it must stay ignored.
         if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
             numbers.remove(signal.SIGHUP)
-        # In a thread other than the main one, signal.signal raises ValueError; a run there handles
+        # Outside the main thread, signal.signal raises ValueError. A run in another thread handles
         # no signals.
         with contextlib.suppress(ValueError):
             for number in numbers:
@@ -69,8 +69,8 @@ class Stop:
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
         for number, handler in self.previous.items():
-            # A second signal must not kill a stopped run that is about to exit. Unlike SIG_IGN,
-            # child processes do not inherit a handler that does nothing.
+            # After a stop signal, this process is about to exit, and another signal must not kill
+            # it. A handler that does nothing is better than SIG_IGN, which new programs inherit.
             if self.signal is not None and handler == signal.SIG_DFL:
                 handler = _ignore
             signal.signal(number, handler)
@@ -79,22 +79,23 @@ class Stop:
             self.group.settle()
 
     def poll(self, save_failed: bool = False) -> Agreed:
-        """Send this rank's flags, and return the flags that any rank has set; collective.
+        """Send this rank's flags, and return the combined flags of all ranks; collective.
 
-        Each poll returns the flags sent at the previous poll, so that a rank waits only for one
-        that is a whole poll behind. But the first poll waits for all ranks and returns the flags
-        just sent: a stop during start-up takes effect before the first step.
+        The result combines the flags that the ranks sent at their previous poll. So a rank waits
+        only if another rank is a whole poll behind. The first poll has no previous one: it waits
+        for all ranks and combines the flags that they send now. So a stop during start-up takes
+        effect before the first step.
         """
         self.polled = True
         flags = [self.signal or 0, int(bool(self.reason)), int(save_failed)]
-        # The result has the maximum of each flag over the ranks.
+        # `exchange` returns the maximum of each flag over the ranks.
         stop_signal, finish, any_save_failed = self.group.exchange(flags)
         if finish and not self.reason:
             self.reason = "a callback of another rank"
         return Agreed(stop_signal, bool(finish), bool(any_save_failed))
 
     def agree_to_finish(self) -> bool:
-        """Return whether a callback of any rank has ended the run; collective, waits for all."""
+        """Return whether a callback of any rank has ended the run; waits for all (collective)."""
         finish = self.group.any(bool(self.reason))
         if finish and not self.reason:
             self.reason = "a callback of another rank"
@@ -103,8 +104,8 @@ class Stop:
     def finish(self, reason: str) -> None:
         """End the run as finished, on all ranks at the same step.
 
-        The run ends after the current step if a callback calls this after the step's validation,
-        otherwise after the next step.
+        If a callback calls this at a step with a validation, the run ends after that step.
+        Otherwise the run ends after the next step at the latest.
         """
         self.reason = reason or "a callback"
 
@@ -112,26 +113,27 @@ class Stop:
         """Return the final status of a run that has saved everything."""
         if agreed.finish or not agreed.stop_signal:
             return "finished"
-        # Any rank may have got the signal. In an elastic job, `regrouping` waits a few seconds for
-        # this rank's own signal; without one, only another machine is leaving.
+        # Perhaps only another rank got the signal. In an elastic job, `regrouping` waits a few
+        # seconds for a signal to this rank. If none comes, only another machine leaves the job.
         if regrouping(lambda: self.signal is not None):
             return "regrouping"
         return "preempted"
 
     def _handle(self, number: int, frame: types.FrameType | None) -> None:
-        is_second = self.signal == signal.SIGINT
+        """Remember a stop signal, and print the first one; a second Ctrl-C ends the run at once."""
+        had_ctrl_c = self.signal == signal.SIGINT
         is_starting = not self.polled
-        if number == signal.SIGINT and (is_second or is_starting):
+        if number == signal.SIGINT and (had_ctrl_c or is_starting):
             raise KeyboardInterrupt("Ctrl-C")
         if self.signal is None:
             self.received_at = time.monotonic()
             if self.group.rank == 0:
                 doing = self.group.doing if self.polled else "start-up"
                 text = f"{signal.Signals(number).name}: stopping as soon as the {doing} allows\n"
-                # A terminal shows "^C" at the start of the line.
+                # On Ctrl-C, a terminal shows "^C" at the start of the line: write below it.
                 if sys.stderr.isatty():
                     text = f"\n{text}"
-                # Do not use sys.stderr, since the signal may have interrupted a write to it.
+                # Do not write to sys.stderr, since the signal may have interrupted such a write.
                 with contextlib.suppress(OSError):
                     os.write(2, text.encode())
         self.signal = number

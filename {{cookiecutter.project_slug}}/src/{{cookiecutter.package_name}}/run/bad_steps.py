@@ -1,7 +1,7 @@
-"""Skip and count bad steps, whose loss or gradient is not finite, or find the samples at fault.
+"""Handle bad steps, whose loss or gradient is not finite: skip them, or find the samples at fault.
 
-A bad step changes nothing: the optimizer does not step, and buffers that forward has written (batch
-statistics) are restored.
+A bad step changes nothing: the optimizer does not step, and the buffers that forward has changed,
+such as batch statistics, are restored.
 """
 
 import dataclasses
@@ -27,8 +27,8 @@ log = logging.getLogger(__name__)
 def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> None:
     """Step the optimizer unless `bad` is set.
 
-    A fused optimizer decides on the device, by `found_inf`, the flag that gradient scalers set.
-    With any other optimizer the host waits for the device.
+    A fused optimizer reads `found_inf`, the flag that gradient scalers set, on the device, and does
+    not step if the flag is 1. With any other optimizer, the host waits for the device.
     """
     if isinstance(bad, torch.Tensor) and getattr(optimizer, "_step_supports_amp_scaling", False):
         fused: Any = optimizer
@@ -41,19 +41,20 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 class RunningBuffers:
     """Persistent buffers that forward may change, such as batch statistics.
 
-    After the forwards of each step they are the same on all ranks: the mean over the ranks for
-    floating-point and complex buffers, rank 0's value for all others (counts, flags). Bad steps,
-    saves, validation and recomputed activations do not change them.
+    After the forwards of each step, `agree_on_buffers` makes them equal on all ranks: the mean over
+    the ranks for floating-point and complex buffers, rank 0's value for all others (counts, flags).
+    On a GPU, it may take 50 steps until it finds a buffer that begins to differ. Bad steps, saves,
+    validation and recomputed activations do not change the buffers.
     """
 
-    # Indices of the buffers that `agree_on_buffers` sends between ranks; None before its first
-    # comparison.
+    # Indices of the buffers that `agree_on_buffers` sends between ranks; None until it has compared
+    # the ranks' buffers for the first time.
     differing: set[int] | None = None
 
     def __init__(self, model: nn.Module) -> None:
         # Only persistent buffers are in the state dict.
         saved = model.state_dict(keep_vars=True)
-        # Buffers are stored as module and attribute, since a forward may assign a new tensor.
+        # Keep the module and the attribute's name, since forward may assign a new tensor.
         self.slots: list[tuple[nn.Module, str]] = []
         self.names: list[str] = []
         self.copies: list[torch.Tensor] = []
@@ -82,12 +83,12 @@ class RunningBuffers:
         return result
 
     def keep(self) -> None:
-        """Copy the buffers; call this before forward."""
+        """Copy the buffers, before forward changes them."""
         if self.slots:
             torch._foreach_copy_(self.copies, self.tensors())
 
     def put_back(self, bad: torch.Tensor | bool) -> None:
-        """Restore the copies if `bad` is set; does not wait for the device."""
+        """Restore the buffers from the copies if `bad` is set, without waiting for the device."""
         for tensor, copy in zip(self.tensors(), self.copies, strict=True):
             # An `if` on a tensor would make the host wait, so the device selects the values.
             if isinstance(bad, torch.Tensor):
@@ -99,9 +100,9 @@ class RunningBuffers:
 class BadSteps:
     """Callback that warns of skipped steps, and ends the run after too many of them in a row.
 
-    With `--train.on-bad-step stop` it ends the run at the first bad step and names the samples at
-    fault: a binary search repeats the step on subsets of its batch, without changing anything. In
-    this mode the host waits for the device at each step.
+    With `--train.on-bad-step stop`, it ends the run at the first bad step and names the samples at
+    fault. To find them, a binary search repeats the step on parts of its batch, without changing
+    anything. In this mode, the host waits for the device at each step.
     """
 
     def __init__(
@@ -116,14 +117,14 @@ class BadSteps:
     def after_step(self, state: "State", record: dict[str, Any] | None) -> None:
         """Raise UserError at a bad step in "stop" mode, or after too many in a row."""
         if self.stop:
-            # At a log step the record has the count of skipped steps, and the state's is reset.
+            # At a log step, `Journal.record` has moved the count from the state to the record.
             skipped = int(state.bad_steps) if record is None else record["skipped_steps"]
             if skipped:
                 self._name_samples(state)
         if record is None:
             return
         skipped = record["skipped_steps"]
-        # The mean loss is NaN if all steps since the last log line were bad.
+        # The mean loss leaves out bad steps. It is NaN if all steps since the last record were bad.
         if math.isnan(record["loss"]):
             self.in_a_row += skipped
         else:
@@ -144,14 +145,16 @@ class BadSteps:
         """Raise UserError with the samples that made the last step bad; collective."""
         is_stream = state.loader.size is None
         if is_stream and self.group.size > 1:
-            # The search gives samples to other ranks, but a rank has read only its own.
+            # The search distributes parts of the batch over the ranks again, but each rank has read
+            # only its own samples.
             cause = "its samples cannot be searched, since each rank reads its own part of a stream"
         else:
             log.info("step %d was not finite: searching its batch for bad samples", state.step)
-            # `state.step` counts the bad step already, so this is the index of its batch.
+            # `state.step` already counts the bad step, so the index of its batch is one less.
             ids = state.loader.source.order.ids(state.step - 1).tolist()
             if state.config.train.overfit:
-                # The loader reads a subset: convert its ids to those of the whole dataset.
+                # The loader reads a subset of the dataset: convert ids in the subset to ids in the
+                # whole dataset.
                 subset = state.loader.source.dataset
                 ids = [subset.indices[index] for index in ids]
             with self.group.phase("search for bad samples"):
@@ -165,11 +168,12 @@ class BadSteps:
         )
 
     def _search(self, state: "State", low: int, high: int) -> list[int]:
-        """Return the indices in batch[low:high] of the samples that are bad by themselves."""
+        """Return the indices, from `low` to `high` - 1, of samples that are bad on their own."""
         world = state.world
         size = state.config.train.micro_batch_size
         plan = micro_batches(high - low, size, world.rank, world.size, first=low)
-        # The loss is summed over all ranks, so all of them take the same branches.
+        # `bad_steps` depends on the loss and gradient of all ranks, so it is the same on all of
+        # them, and they take the same branches below.
         trial = try_step(self.train_step, state, state.step - 1, plan)
         if not trial.bad_steps:
             return []
@@ -183,7 +187,7 @@ class FrozenOptimizer:
     """Replaces an optimizer in a step that must not change the weights."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # The groups are copied, since a step sets their learning rate.
+        # Copy the groups, since `train_step` sets the learning rate in them.
         self.param_groups = [dict(group) for group in optimizer.param_groups]
         self.zero_grad = optimizer.zero_grad
 
@@ -194,19 +198,22 @@ class FrozenOptimizer:
 def try_step(
     train_step: Callable[..., None], state: "State", step: int, plan: list[MicroBatch]
 ) -> "State":
-    """Run a step on these micro-batches without updating anything; return its copy of the state."""
+    """Run a step on these micro-batches with a copy of the state; return the copy.
+
+    The model stays unchanged.
+    """
     frozen: Any = FrozenOptimizer(state.optimizer)
     trial = dataclasses.replace(
         state,
         step=step,
         plan=plan,
         optimizer=frozen,
-        # Without a checkpointer the step does not wait for a save, since it changes no weights.
+        # The step changes no weights, so it need not wait for a save that is copying them.
         checkpointer=None,
         sums=0.0,
         bad_steps=0,
     )
     train_step(trial, state.loader.of(step, plan))
-    # Undo what forward has written, also if the step was not bad.
+    # Restore the buffers that forward has changed; `train_step` does so only if the step was bad.
     state.buffers.put_back(True)
     return trial

@@ -1,4 +1,7 @@
-"""Call callbacks from the loop. callbacks.py documents them; `_run` (train.py) lists them."""
+"""Prepare callbacks for the training loop, which calls their methods.
+
+callbacks.py documents callbacks, and `_run` (train.py) lists those of a run.
+"""
 
 import contextlib
 import logging
@@ -11,7 +14,8 @@ log = logging.getLogger(__name__)
 def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
     """Enter the callbacks that are context managers, and return all callbacks.
 
-    `stack` exits them. A callback marked `harmless` is wrapped, so that its errors are caught.
+    `stack` exits the entered ones. A callback marked `harmless` is wrapped in Harmless, which
+    catches its errors.
     """
     entered: list[Any] = []
     for callback in callbacks:
@@ -19,7 +23,7 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
             to_call: Any = Harmless(callback)
         else:
             to_call = callback
-        # Look at the callback itself, since Harmless always has __enter__.
+        # Check the callback itself, since its Harmless wrapper always has __enter__.
         if hasattr(callback, "__enter__"):
             stack.enter_context(to_call)
         entered.append(to_call)
@@ -27,21 +31,22 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
 
 
 def find_methods(name: str, callbacks: Iterable[Any]) -> list[Callable[..., None]]:
-    """Return the method of this name from each callback that has one."""
+    """Return the method with this name of each callback that has one."""
     return [getattr(callback, name) for callback in callbacks if hasattr(callback, name)]
 
 
 class Harmless:
-    """Wrapper of a callback whose first error disables it with a warning; the run continues."""
+    """Wraps a callback: its first error disables it and logs a warning, and the run continues."""
 
     def __init__(self, callback: Any) -> None:
         self.callback = callback
         self.failed = False
-        # Exits the callback if it was entered.
+        # Holds the callback once it is entered, so that `__exit__` exits only an entered callback.
         self.entered = contextlib.ExitStack()
 
     def __getattr__(self, name: str) -> Callable[..., None]:
-        # AttributeError if the callback has no such method, so that `find_methods` leaves it out.
+        # Raises AttributeError if the callback has no such method. Then hasattr in `find_methods`
+        # returns False.
         method = getattr(self.callback, name)
 
         def call_if_enabled(*arguments: Any) -> None:
@@ -54,7 +59,7 @@ class Harmless:
         self._call(self.entered.enter_context, self.callback)
 
     def __exit__(self, *exception: object) -> None:
-        """Exit the callback if it was entered, even after an error."""
+        """Exit the callback if it was entered, even if an error has disabled it."""
         self._call(self.entered.__exit__, *exception)
 
     def _call(self, method: Callable[..., Any], *arguments: Any) -> None:

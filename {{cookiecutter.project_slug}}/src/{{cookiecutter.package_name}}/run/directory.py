@@ -1,4 +1,8 @@
-"""Manage a run's directory: one writer at a time, visible to all ranks, never overwritten."""
+"""Manage a run's directory: its lock, its saved settings and its status.json.
+
+One run at a time uses the directory, and all ranks must see it. A run with --fresh renames the
+directory of an old run, so nothing is overwritten.
+"""
 
 import contextlib
 import fcntl
@@ -37,9 +41,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 LOGS = "logs"
-# What status.json says of the start that trained.
+# Fields of status.json that say where, and with what code, the run was last trained.
 ORIGIN = {"ranks", "machine", "versions", "source"}
-# Settings that belong to one run, and are not taken over by another. "workflow" is a whole section.
+# Settings that one run does not take over from another. "workflow" is a whole section of settings.
 OF_ONE_RUN = (
     "name",
     "run_dir",
@@ -50,7 +54,7 @@ OF_ONE_RUN = (
     "init_new",
     "workflow",
 )
-# Settings that a restart does not take from the run that it resumes.
+# Settings that a start does not take from the saved settings of the run that it resumes.
 OF_ONE_START = {*OF_ONE_RUN, "device", "train.loader_workers", "tracker.uri"}
 OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 
@@ -58,24 +62,25 @@ OF_ONE_START |= {"checkpoint.url", "checkpoint.local_first"}
 def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
     """Return the saved settings of the run to resume, overridden by the command line.
 
-    `config` is the command line over presets and defaults; `read(saved)` reads the command line
-    over saved settings. Raises UserError if the saved settings cannot be used.
+    `config` has the settings without the saved ones: defaults, overridden by presets and by the
+    command line. It is returned if there is no run to resume. `read(saved)` reads the command line
+    again, on top of `saved`. Raises UserError if the saved settings cannot be used.
     """
     begun = any((config.directory / "checkpoints").glob("step_*"))
     store = None
-    # Use the settings in the store if there are no checkpoints on this disk, or if the machines
-    # share only the store (`far`), since their run directories may have different settings.
+    # Read the settings from the store if this disk has no checkpoints. Also read them from there if
+    # the machines share only the store (`far`): settings on their own disks may differ.
     if config.checkpoint.far or not begun:
         # Only projects with an object store have a `url`.
         store = getattr(config.checkpoint, "url", None)
     if config.fresh or not (begun or store):
         return config
     saved: dict[str, Any] | None = None
-    # `where` is the source of the settings, for the message of an error.
+    # `where` is the source of the settings, which the message of an error names.
     if store:
         where = store
         way_out = "give all settings with --config FILE.json"
-        # Outside of the `try` below, since an error of the store already says what to do.
+        # This is outside of the `try` below, since an error of the store already says what to do.
         saved = config.checkpoint.saved_settings(config.name)
     elif (config.directory / "config.json").exists():
         where = config.directory / "config.json"
@@ -91,8 +96,9 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
         assert saved is not None
         taken: dict[str, Any] = {}
         not_taken = set(OF_ONE_START)
-        # With --checkpoint.frozen no, a resume must read the weights that the checkpoints leave
-        # out, so it also takes --init-from. But a store must not choose the files that a run reads.
+        # With --checkpoint.frozen no, checkpoints leave out the frozen weights, so a resume reads
+        # these from the saved --init-from. But it does not take that path from a store, which must
+        # not choose the files that a run reads.
         if not store and dict(flatten(saved)).get("checkpoint.frozen") == "no":
             not_taken -= {"init_from", "init_new"}
         for name, value in flatten(saved):
@@ -118,10 +124,10 @@ def settings_in_checkpoints(directory: Path) -> dict[str, Any]:
 
 
 def _log_taken(before: dict[str, Any], after: dict[str, Any]) -> None:
-    """Log the saved settings that differ: `before` is without the saved ones, `after` with them."""
+    """Log the settings that the saved ones have changed: from `before` to `after`."""
     texts: list[str] = []
     for name, value in after.items():
-        # Another log line gives the number of steps.
+        # `log_start` logs the number of steps.
         if name != "train.steps" and value != before.get(name):
             texts.append(f"{name} {value!s:.60} (default: {before.get(name)})")
     if texts:
@@ -134,7 +140,7 @@ _only_run = threading.Lock()
 
 @contextlib.contextmanager
 def only_run() -> Iterator[None]:
-    """Run a block as the only run of this process; UserError if another thread has one."""
+    """Run a block as the only run in this process; UserError if another run is active."""
     if not _only_run.acquire(blocking=False):
         raise UserError(
             "another run is active in this process, and both would use torch's global random "
@@ -147,14 +153,14 @@ def only_run() -> Iterator[None]:
 
 
 def lock_file(file: Any, used: Path) -> list[str]:
-    """Lock an open file until it is closed; return its lines after the first, which is the owner.
+    """Lock an open file until it is closed; return its lines except the first, the owner's name.
 
-    Raises UserError, which names the path `used`, if another process has locked it.
+    If another process has locked the file, raises UserError: `used` is in use by that process.
     """
     file.seek(0)
     owner, *lines = file.read().splitlines() or ["another process"]
-    # lockf takes a POSIX record lock, which forked loader workers do not inherit. They would
-    # inherit a lock of flock, and keep it after the trainer was killed.
+    # lockf takes a POSIX record lock, which forked loader workers do not inherit. A lock of flock
+    # would be inherited by the workers, which could keep it after the trainer was killed.
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -167,8 +173,8 @@ def lock_file(file: Any, used: Path) -> list[str]:
 
 
 def write_owner(file: Any, *lines: str) -> None:
-    """Write into a locked file that this process owns it, followed by `lines`."""
-    # Python repeats os.ftruncate, but not file.truncate, when a signal interrupts it.
+    """Replace the content of a locked file with the name of this process, followed by `lines`."""
+    # After an interruption by a signal, Python repeats os.ftruncate, but not file.truncate.
     os.ftruncate(file.fileno(), 0)
     owner = f"process {os.getpid()} on {socket.gethostname()}"
     file.writelines(f"{line}\n" for line in (owner, *lines))
@@ -176,16 +182,17 @@ def write_owner(file: Any, *lines: str) -> None:
 
 
 class Running(NamedTuple):
-    """The objects from which to record why an error ended the run."""
+    """The objects that `_record_error` reads when an error ends a run that has begun."""
 
     state: "State"
     stop: Stop
 
 
 class RunDirectory:
-    """Locks a run directory and opens its logs; `fresh` first renames an old run of that name.
+    """Locks a run directory, opens its logs, and records in status.json how the run ends.
 
-    With `apart` the machines need not share the directory, since checkpoints are in a store.
+    With `fresh`, it first renames an old run's directory at this path. With `apart`, the machines
+    need not share the directory, since checkpoints are in a store.
     """
 
     def __init__(self, path: Path, group: Group, fresh: bool = False, apart: bool = False) -> None:
@@ -194,17 +201,17 @@ class RunDirectory:
         self.fresh = fresh
         self.apart = apart
         self.logs = contextlib.ExitStack()
-        # The locked open file, on the rank that holds the lock.
+        # The open file that is locked; None on the ranks that do not hold the lock.
         self.lock: Any = None
-        # The values of ORIGIN.
+        # The values of the fields in ORIGIN.
         self.origin: dict[str, Any] = {}
-        # Set from `begin` until the end of the run is recorded.
+        # Set by `begin`, and None again once `record_status` is called at the end of the run.
         self.running: Running | None = None
 
     def __enter__(self) -> "RunDirectory":
-        """Lock the directory; UserError when another run has it, or a rank does not see it."""
+        """Lock the directory; UserError if another run uses it, or if a rank does not see it."""
         group = self.group
-        # The names of the torchruns that started the ranks; [] without torchrun.
+        # The names of the torchrun processes that started the ranks; [] without torchrun.
         launchers = [name for name in group.gather(launcher()) if name]
         with group.together():
             if group.is_first:
@@ -219,10 +226,10 @@ class RunDirectory:
         """Release the directory, and remove it if the run never began."""
         if error and self.running:
             self._record_error(error, self.running)
-        # This also writes the error to the log file.
+        # Closing the logs also writes the error to the log file.
         self.logs.__exit__(kind, error, *rest)
         if self.lock:
-            # A run that has begun has more files than these.
+            # A run that has begun has written more files than these.
             with contextlib.suppress(OSError):
                 if set(os.listdir(self.path)) <= {".lock", LOGS}:
                     shutil.rmtree(self.path)
@@ -241,7 +248,7 @@ class RunDirectory:
         self.running = Running(state, stop)
 
     def ended(self, step: int, steps: int) -> bool:
-        """Tell whether status.json says that the run finished at this step of `steps` steps."""
+        """Return whether status.json says that a run of `steps` steps has finished at `step`."""
         expected = {"status": "finished", "step": step, "steps": steps}
         with contextlib.suppress(UserError):
             recorded = read_json(self.path / "status.json")
@@ -249,17 +256,17 @@ class RunDirectory:
         return False
 
     def record_status(self, status: str, step: int, **details: Any) -> None:
-        """Record in status.json how the run ended, unless it is recorded already.
+        """Record in status.json how the run ended, unless status.json already says so.
 
-        If that fails, it only logs a warning.
+        If status.json cannot be written, this only logs a warning.
         """
         self.running = None
         with contextlib.suppress(UserError):
             recorded = read_json(self.path / "status.json")
             if (recorded.get("status"), recorded.get("step")) == (status, step):
                 return
-            # If nothing was left to train, `begin` was not called, and `origin` is empty: keep
-            # what the start that trained has recorded.
+            # If no steps were left to train, `begin` was not called, and `origin` is empty. Then
+            # keep the fields that an earlier start has recorded.
             for name in ORIGIN - self.origin.keys():
                 if name in recorded:
                     self.origin[name] = recorded[name]
@@ -271,7 +278,7 @@ class RunDirectory:
                 log.warning("status.json cannot be written (%s): %s", status, error)
 
     def _record_error(self, error: BaseException, running: Running) -> None:
-        """Record how the run ended: by a failure, or by a stop that did not save its last step."""
+        """Record that the run failed, or that it was stopped without saving its last step."""
         if self.group.rank != 0:
             return
         state = running.state
@@ -280,7 +287,7 @@ class RunDirectory:
         saved = None
         if state.checkpointer:
             saved = state.checkpointer.last_good
-        # If this fails, `error` must still be reported.
+        # If this write fails, `error` must still be reported.
         with contextlib.suppress(OSError):
             status = "preempted" if stopped else "failed"
             self._write_status(status, step=state.step, saved_step=saved, reason=reason)
@@ -295,15 +302,16 @@ class RunDirectory:
         write_json(self.path / "status.json", content)
 
     def _take(self, launchers: list[str]) -> None:
+        """Lock the directory and write who holds it; with `fresh`, rename an old run before."""
         with naming(self.path / ".lock"):
             launchers_before = self._lock()
-            # If the launcher is the same, torchrun has restarted the job: then --fresh must not
-            # rename the run again but resume it.
+            # If a launcher is the same as before, torchrun has restarted the ranks. The first start
+            # has already renamed the old run for --fresh, so this one resumes the new run.
             is_restart = not launchers_before.isdisjoint(launchers)
             is_empty = set(os.listdir(self.path)) <= {".lock"}
             if self.fresh and not is_restart and not is_empty:
                 rename_directory(self.path, self._name_for_old_run())
-                # The locked file was renamed with the directory, so lock one in a new directory.
+                # The locked file has moved with the directory: lock another one in a new directory.
                 self.lock.close()
                 self._lock()
             write_owner(self.lock, *launchers)
@@ -318,7 +326,7 @@ class RunDirectory:
         return path
 
     def _lock(self) -> set[str]:
-        """Lock the directory; return the launchers of the process that held it last."""
+        """Lock the directory; return the launchers that the last run in it has written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             file = open_to_write(self.path / ".lock", "a+", errors="replace")
@@ -329,6 +337,7 @@ class RunDirectory:
             if os.path.samestat(os.fstat(file.fileno()), os.stat(self.path / ".lock")):
                 self.lock = file
                 return set(launchers)
-        # Another run has renamed or removed the directory meanwhile: lock the new one instead.
+        # After this file was opened, another run has renamed or removed the directory. Lock the
+        # directory that is now at this path.
         file.close()
         return self._lock()

@@ -16,8 +16,8 @@ from torch import nn
 
 from ..device import move
 
-# Dense bf16 peaks in TFLOP/s from the makers' data sheets, by a part of the device's name. The
-# first part that matches counts, so "H100 PCIe" comes before "H100".
+# Peak TFLOP/s in bf16 without sparsity, from the makers' data sheets. A key is a part of a device's
+# name. The first key that matches counts, so "H100 PCIe" comes before "H100".
 # fmt: off
 PEAK_BF16_TFLOPS = {
     "B200": 2250, "GH200": 989, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989,
@@ -30,7 +30,7 @@ PEAK_BF16_TFLOPS = {
 def host_memory() -> int:
     """Return the resident bytes of this process and its loader workers, without mapped files."""
     memory = psutil.Process().memory_info()
-    # `shared` counts the pages of mapped files; only Linux has it.
+    # `shared` is the part of `rss` in mapped files. Only Linux reports it.
     resident = memory.rss - getattr(memory, "shared", 0)
     # A forked worker shares most pages with this process; `uss` counts only its own.
     for worker in multiprocessing.active_children():
@@ -41,14 +41,14 @@ def host_memory() -> int:
 
 
 class GarbageCollection:
-    """Callback that collects garbage only at log lines, and skips objects from before its start.
+    """Callback that collects garbage only at log steps, and only among objects created in the run.
 
-    Python's automatic collection scans all objects at any moment. It stalls one rank, and so all
-    ranks that wait for it.
+    Python's automatic collection would scan all objects at any moment. That stalls one rank, and
+    with it all ranks that wait for this rank.
     """
 
     def __enter__(self) -> None:
-        # The collector never frees frozen objects, so free the garbage among them first.
+        # The collector never frees frozen objects, so free existing garbage before freezing.
         gc.collect()
         gc.freeze()
         gc.disable()
@@ -58,7 +58,7 @@ class GarbageCollection:
         gc.unfreeze()
 
     def after_step(self, state: Any, record: dict[str, Any] | None) -> None:
-        """Collect the younger generations if the step has a log line."""
+        """Collect the younger generations if the step has a record."""
         if record is not None:
             gc.collect(1)
 
@@ -84,10 +84,12 @@ class MemoryUse:
 
 
 def in_units(size: float) -> str:
-    """Format a number of bytes, as in "1.23 GB"."""
+    """Format a number of bytes, for example as "1.23 GB"."""
     units = ("B", "kB", "MB", "GB", "TB")
-    # Up to 3 digits are bytes, up to 6 kilobytes, and so on.
-    digits = len(f"{size:.0f}")
+    # Show a number of at most 3 digits in bytes, of 4 to 6 digits in kilobytes, and so on. Round it
+    # first, since 999,999 bytes are 1 MB.
+    rounded = float(f"{size:.3g}")
+    digits = len(f"{rounded:.0f}")
     power = min((digits - 1) // 3, len(units) - 1)
     return f"{size / 1000**power:.3g} {units[power]}"
 
@@ -95,15 +97,16 @@ def in_units(size: float) -> str:
 def forward_flops(model: nn.Module, compute: Any, batch: Any) -> int | None:
     """Count the FLOPs of the forward of one batch; backward takes twice as many.
 
-    The forward runs on meta tensors, so nothing is computed. Returns None if the model cannot.
+    The forward runs on meta tensors, so nothing is computed. Returns None if the model cannot run
+    on them.
     """
-    # Imported here, since it takes 0.2 s and only GPUs with a known peak need it.
+    # Imported here, since the import takes 0.2 s, and only GPUs with a known peak need the counter.
     from torch.utils.flop_counter import FlopCounterMode
 
     tensors = [*model.parameters(), *model.buffers()]
     # The user's model may raise anything on meta tensors.
     with contextlib.suppress(Exception), torch.no_grad():
-        # deepcopy uses the tensors in `memo` in place of copies.
+        # With `memo`, deepcopy takes these meta tensors instead of copying the model's tensors.
         shadow = copy.deepcopy(model, memo={id(t): t.detach().to("meta") for t in tensors})
         with FlopCounterMode(display=False) as counter:
             compute(shadow, move(batch, torch.device("meta")))
@@ -164,7 +167,7 @@ def pin_to_numa_node(device: torch.device) -> None:
         address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
         text = Path("/sys/bus/pci/devices", address, "local_cpulist").read_text("ascii")
         near_cores: set[int] = set()
-        # The text is like "0-3,8-11".
+        # The text is, for example, "0-3,8-11"; a single core has no "-".
         for cores in text.split(","):
             first, _, last = cores.partition("-")
             near_cores |= set(range(int(first), int(last or first) + 1))
@@ -172,8 +175,8 @@ def pin_to_numa_node(device: torch.device) -> None:
 
 
 def usable_cores() -> int:
-    """Return the number of cores that this process may use, at most those of the machine."""
-    # macOS does not have this function.
+    """Return the number of cores that this process may use."""
+    # macOS does not have sched_getaffinity.
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -25,8 +25,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 METRICS = "metrics.jsonl"
-# Fields that the run itself writes to metrics.jsonl. Metrics of compute_loss must not use these
-# names, nor names that begin with ema_: validation_ema_x is the metric x with averaged weights.
+# Fields that the run itself writes to metrics.jsonl. Metrics of compute_loss must not have these
+# names. Nor may their names begin with ema_, since validation_ema_x is the validation metric x with
+# averaged weights.
 FIGURES = re.compile(
     "step|samples|loss|lr|mfu|grad_norm|skipped_steps|time"
     "|(step|data|checkpoint_blocked|checkpoint_buffers)_seconds"
@@ -39,10 +40,11 @@ FIGURES = re.compile(
 
 @dataclass
 class Mark:
-    """Totals at the last record; the next record reports the differences from them."""
+    """Totals at the last record. The next record reports how much they have grown since."""
 
     step: int
-    # A value of time.perf_counter(); set again where training continues after other work.
+    # A value of time.perf_counter(). It is set again when training continues after other work, such
+    # as a validation.
     clock: float
     # The time that training has waited for data.
     data_seconds: float
@@ -70,13 +72,14 @@ class Journal:
             blocked_seconds=0.0,
             buffers_seconds=0.0,
         )
-        # Names of the validation metrics that a warning has reported as not finite.
+        # Names of the validation metrics for which a warning has reported a value that is not
+        # finite.
         self.undefined: set[str] = set()
         # Lines that could not be written yet.
         self.unwritten = b""
 
     def begin(self, validation: dict[str, float]) -> None:
-        """Truncate metrics.jsonl to the step that the run starts from; collective.
+        """Remove the lines of metrics.jsonl after the step from which the run starts; collective.
 
         Metrics in `validation` are added to the line of that step. Raises RankError on failure.
         """
@@ -89,7 +92,7 @@ class Journal:
     def record(self, state: "State") -> dict[str, Any]:
         """Return the metrics since the last record; waits for the device.
 
-        Losses and counts are those of all ranks, times are this rank's.
+        Losses and counts are over all ranks. Times are those of this rank.
         """
         # Steps only queue work on the device, and reading a value waits until that work is done. So
         # all values are joined into one tensor, which is read once per record.
@@ -130,7 +133,7 @@ class Journal:
             "skipped_steps": int(skipped),
             "time": time.time(),
         }
-        # Only a mixture counts the samples of each of its datasets.
+        # `drawn` counts the samples from each dataset of a mixture. Other data gives {}.
         for dataset, count in state.loader.source.order.drawn(state.step).items():
             record[f"samples_of_{dataset}"] = count
         if self.tokens_per_sample:
@@ -170,13 +173,16 @@ class Journal:
         self._show_validation({"step": self.first_step, **validation})
 
     def _write(self, record: dict[str, Any]) -> None:
-        """Append a line and earlier ones that failed; on an error, keep them for the next call."""
+        """Append a record's line, after earlier lines whose write failed.
+
+        On an error, keep the lines that are not written for the next call.
+        """
         # Lines are left over only from a failed write, which has logged the warning below.
         has_warned = bool(self.unwritten)
         self.unwritten += as_line(record) + b"\n"
         try:
             with open_to_write(self.path, "ab", buffering=0) as file:
-                # A full disk may accept the start of a line now, and the rest at a later step.
+                # A full disk may accept only the start of a line. The rest remains in `unwritten`.
                 while self.unwritten:
                     written = file.write(self.unwritten)
                     self.unwritten = self.unwritten[written:]
@@ -185,6 +191,7 @@ class Journal:
                 log.warning("metrics.jsonl cannot be written: %s; retrying at each log step", error)
 
     def _show_validation(self, record: dict[str, Any]) -> None:
+        """Log a record's validation metrics; warn once of each metric that is not finite."""
         shown = []
         for name, value in record.items():
             if not name.startswith("validation_") or not isinstance(value, float):
@@ -227,15 +234,16 @@ def validation_figures(figures: dict[str, Any]) -> dict[str, float]:
     recorded: dict[str, float] = {}
     for name, value in figures.items():
         try:
-            # float() would also accept a string of digits. The `except` below reports it.
+            # float() would also accept a string of digits, so let the `except` below report it.
             if not hasattr(value, "__float__"):
                 raise TypeError
             number = float(value)
         except Exception:
-            # Libraries raise their own errors, as torch does for a tensor of several elements.
+            # float() may raise a library's own error, as torch does for a tensor of several
+            # elements.
             problem = f"the validation metric {name!a} is {value!r:.60}, which is not a number"
             raise UserError(f"{problem}: correct the callback that sets it") from None
-        # Without the prefix, the metric of a callback could replace a training metric.
+        # Without the prefix, a metric that a callback added could replace a training metric.
         recorded[f"validation_{name.removeprefix('validation_')}"] = number
     return recorded
 
@@ -249,7 +257,7 @@ def as_line(record: dict[str, Any]) -> bytes:
         try:
             is_finite = math.isfinite(value)
         except OverflowError:
-            # An integer that is too large for a float; JSON has it.
+            # The value is an integer too large for a float. JSON can express it.
             is_finite = True
         except (TypeError, ValueError, RuntimeError):
             raise UserError(
@@ -258,15 +266,15 @@ def as_line(record: dict[str, Any]) -> bytes:
             ) from None
         if not is_finite:
             encodable[name] = None
-    # `default` converts what json does not know: tensors and NumPy's numbers.
+    # json calls `default` for values whose type it does not know: tensors and NumPy's numbers.
     return json.dumps(encodable, default=float).encode()
 
 
 def read_records(run_dir: Path, last_step: int = sys.maxsize) -> Iterator[dict[str, Any]]:
-    """Yield the readable records of metrics.jsonl up to a step; none if the file is unreadable."""
+    """Yield the readable records of metrics.jsonl up to `last_step`, if the file is readable."""
     path = run_dir / METRICS
     with contextlib.suppress(OSError):
-        # Opening a pipe of that name would wait for a writer.
+        # If `path` were a pipe, opening it would wait for a writer.
         if not path.is_file():
             return
         with open(path, "rb") as file:
@@ -287,10 +295,10 @@ def validated_at(run_dir: Path, step: int) -> dict[str, float]:
 
 
 def finite(value: Any) -> bool:
-    """Tell whether a value of a record is a finite number."""
+    """Return whether a value of a record is a finite number."""
     try:
-        # isfinite raises TypeError for a value that is not a number, OverflowError for huge
-        # integers.
+        # isfinite raises TypeError for a value that is not a number, and OverflowError for a huge
+        # integer.
         return math.isfinite(value)
     except (TypeError, OverflowError):
         return False
@@ -307,7 +315,7 @@ def validation_of(record: dict[str, Any]) -> dict[str, float]:
 
 def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | None:
     """Parse a line of metrics.jsonl; None if it is unreadable or from a later step."""
-    # A killed run can leave half a line, and a bad disk arbitrary bytes.
+    # A killed run can leave half a line, and a bad disk can return arbitrary bytes.
     with contextlib.suppress(ValueError, TypeError, KeyError, RecursionError):
         record = json.loads(line)
         step = record["step"]
@@ -320,8 +328,8 @@ def parsed(line: str | bytes, last_step: int = sys.maxsize) -> dict[str, Any] | 
 def metric_names(loss: LossSum, before: tuple[str, ...] | None) -> tuple[str, ...]:
     """Return the names of a loss's metrics.
 
-    `before` are the names in the previous batch, if there was one. Raises UserError if the names
-    differ from these, or if the run itself uses one of them (FIGURES).
+    `before` has the names in the previous batch; it is None in the first batch. Raises UserError if
+    the names have changed since, or if the run itself records a field of the same name (FIGURES).
     """
     names = tuple(loss.metrics)
     what = "the metrics of compute_loss (model.py)"
@@ -353,7 +361,7 @@ def _model(state: "State") -> str:
         text += f" ({trained:,} trained)"
     dtype = str(state.compute_dtype).removeprefix("torch.")
     text += f", {dtype} on {device_name(state.world.device)}, ranks: {state.world.size}"
-    # Compiling is worthwhile on a GPU, so show whether it is on.
+    # Compiling pays off on a GPU, so show its mode there.
     if state.world.device.type == "cuda":
         text += f", --compile.mode {state.config.compile.mode}"
     return text
@@ -372,7 +380,7 @@ def _batch(state: "State") -> str:
     settings = state.config.train
     drawn_in_all = settings.steps * settings.global_batch_size
     batch = f"{settings.global_batch_size:,} samples"
-    # Only a mixture counts the samples of each of its datasets.
+    # `drawn` counts the samples from each dataset of a mixture. Other data gives {}.
     drawn = state.loader.source.order.drawn(settings.steps)
     if drawn:
         fractions = [f"{count / drawn_in_all:.1%} {name}" for name, count in drawn.items()]

@@ -41,8 +41,8 @@ class Console(logging.Handler):
             return
         try:
             text = self.format(record)
-        # As in logging's own handlers: an error in a log call, such as an argument of another type
-        # than its %d, must not end the run.
+        # As in logging's own handlers, a mistake in a log call must not end the run. An example is
+        # text as the argument of %d.
         except Exception:
             self.handleError(record)
             return
@@ -63,7 +63,7 @@ class LogFile(logging.StreamHandler[TextIO]):
         self.setFormatter(formatter)
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Ignore a failed write: the warning about metrics.jsonl reports a full disk."""
+        """Ignore a failed write: on a full disk, the journal warns of its own failed writes."""
 
     def close(self) -> None:
         """Close the file, even on a full disk."""
@@ -91,7 +91,7 @@ def _without_os_errors(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def log_to_console() -> None:
-    """Show the package's log on the console: of rank 0 from INFO on, of other ranks only errors."""
+    """Show the package's log on the console: rank 0's from INFO on, other ranks' from ERROR on."""
     _open_standard_streams()
     make_lenient(sys.stderr)
     rank = int(os.environ.get("RANK", "0"))
@@ -104,7 +104,7 @@ def log_to_console() -> None:
     # Replace the handlers, so that a second call does not show each record twice.
     PACKAGE.handlers[:] = [console]
     WARNINGS.handlers[:] = [console]
-    # Log files get every record; the console filters by its own level.
+    # Log files get every record. The console leaves out records below its own level.
     PACKAGE.setLevel(logging.DEBUG)
     # Log Python's warnings, too.
     logging.captureWarnings(True)
@@ -130,7 +130,7 @@ def _open_standard_streams() -> None:
 
 @contextlib.contextmanager
 def logging_in(folder: Path, group: Any) -> Iterator[None]:
-    """Append the log to this rank's file in a folder, too.
+    """Inside the block, also append the log to this rank's file in `folder`.
 
     If this process has called `log_to_console`, the file also gets the stacks of a crash and,
     except on rank 0, everything that is printed. Otherwise the process belongs to another program,
@@ -148,14 +148,14 @@ def logging_in(folder: Path, group: Any) -> Iterator[None]:
             stack.callback(logger.removeHandler, handler)
         level_before = PACKAGE.level
         stack.callback(PACKAGE.setLevel, level_before)
-        # Without a level, only warnings and errors would be logged.
+        # If no level were set, only warnings and errors would be logged.
         if level_before == logging.NOTSET:
             PACKAGE.setLevel(logging.INFO)
         console = _console()
         if console:
             faulthandler.enable(handler.stream)
             stack.callback(faulthandler.disable)
-            # A Group for a single rank, which is 0, has no `printing_to`.
+            # Rank 0 prints to the console. Only a Group for several ranks has `printing_to`.
             if group.rank:
                 stack.enter_context(group.printing_to(handler.stream, console))
         where = f"{group.log_prefix()}process {os.getpid()} on {socket.gethostname()}"

@@ -1,4 +1,4 @@
-"""Check a model's train/eval modes, trained parameters, and state that is not in tensors."""
+"""Set a model's train and eval modes, and find state that a resume or other ranks would lose."""
 
 import contextlib
 import hashlib
@@ -23,15 +23,15 @@ OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 # Types of values that are compared by content.
 PLAIN = (bool, int, float, str, np.generic)
 CONTAINERS = (list, tuple, deque, dict, set, frozenset)
-# Containers with more items, those nested more deeply, and larger arrays are compared only by
-# identity and length (or shape).
+# Limits of the comparison by content. A container with more items, a more deeply nested container
+# or a larger array is compared only by its identity and its length or shape.
 MOST_ITEMS = 1000
 MOST_NESTED = 2
 MOST_BYTES = 2**20
 
 
 def begin_training(model: nn.Module) -> None:
-    """Put a new model into training mode, except modules that build_model put in eval mode."""
+    """Put a new model into training mode, except modules that build_model put into eval mode."""
     # If the model itself is in evaluation mode, its modules were not chosen one by one: some
     # libraries return every model in this mode. Then all modules are put into training mode.
     in_evaluation: list[nn.Module] = []
@@ -46,7 +46,7 @@ def begin_training(model: nn.Module) -> None:
     # statistics and no dropout.
     kept: list[str] = []
     for name, module in model.named_modules():
-        # The name of the model itself is "", and all others are inside it.
+        # The name of the model itself is "". If it is in `kept`, all other modules are inside it.
         inside_another = "" in kept or any(name.startswith(f"{outer}.") for outer in kept)
         if not module.training and not inside_another:
             kept.append(name)
@@ -65,8 +65,8 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        # Setting the flags is not enough: in eval() a module may have merged its adapter into its
-        # weights, which only its train() undoes (loralib).
+        # Setting the flags is not enough. With loralib, a module's eval() merges the adapter into
+        # the weights, and only the module's train() undoes this.
         if was_training:
             model.train()
         for module, mode in modes:
@@ -74,7 +74,9 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 class ModelState:
-    """Callback, called after yours, that finds state which other ranks or a resume would lose.
+    """Callback that finds state that other ranks or a resume would lose.
+
+    It is called after the user's callbacks, and raises or logs:
 
     - UserError if parameters were added to or removed from the optimizer during the run.
     - UserError if, with several ranks, a parameter was frozen or unfrozen during the run.
@@ -83,7 +85,8 @@ class ModelState:
     """
 
     def __init__(self, state: "State") -> None:
-        # The dictionary and key that hold each parameter, since FSDP swaps the tensors in them.
+        # The dictionary and key that hold each parameter. Keeping the parameter itself would not
+        # do, since FSDP puts other tensors into the dictionaries.
         self.holders: list[tuple[dict[str, Any], str]] = []
         self.names: list[str] = []
         for path, module in state.model.named_modules():
@@ -110,9 +113,9 @@ class ModelState:
                 f"resume cannot repeat. {way_out}"
             )
         trained = self._trained_now()
-        # With one process, a callback may freeze and unfreeze parameters, since it repeats that
-        # after a resume. With several ranks, DDP and FSDP would not reduce the gradients of a
-        # parameter that was unfrozen.
+        # With one process, a callback may freeze and unfreeze parameters, since after a resume the
+        # callback does so again. With several ranks, DDP and FSDP would not reduce the gradients of
+        # a parameter that was unfrozen during the run.
         if trained != self.trained and state.world.size > 1:
             changed = zip(self.names, trained, self.trained, strict=True)
             name = next(name for name, now, before in changed if now != before)
@@ -137,7 +140,7 @@ class ModelState:
                     "a second buffer for whether it is set"
                 )
         changes = changed_attributes(self.attributes, python_attributes(state.model))
-        # The old values are not needed any more, and may hold tensors: free their memory.
+        # The old values are not needed any more. They may refer to tensors, so free their memory.
         self.attributes.clear()
         if changes and state.world.rank == 0:
             log.warning(
@@ -160,14 +163,14 @@ def undefined_buffers(model: nn.Module) -> list[tuple[nn.Module, str, str]]:
 
 @dataclass(frozen=True)
 class Attribute:
-    """A module's attribute at one moment: what a warning shows of it, and what is compared."""
+    """A module's attribute at one moment: `shown` is for warnings, and `content` is compared."""
 
     shown: str
     content: Any
 
 
 class Identity:
-    """Compares an object by its identity; refers to it, so that no other object gets its id."""
+    """Compares an object by identity. It keeps the object alive, so that its id is not reused."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
@@ -184,7 +187,7 @@ MISSING = Attribute("missing", None)
 
 
 def changed_attributes(before: dict[str, Attribute], after: dict[str, Attribute]) -> list[str]:
-    """Describe each attribute that is new or has another content."""
+    """Describe each attribute that is new or whose content has changed."""
     changes: list[str] = []
     for name, now in after.items():
         then = before.get(name, MISSING)
@@ -196,9 +199,9 @@ def changed_attributes(before: dict[str, Attribute], after: dict[str, Attribute]
 
 
 def python_attributes(model: nn.Module) -> dict[str, Attribute]:
-    """Return the attributes of all modules, by full name, that `forward` may keep values in.
+    """Return, by full name, the attributes of all modules in which `forward` may keep values.
 
-    These are plain values, containers, arrays, and tensors that are not registered.
+    They hold plain values, containers, arrays, or tensors.
     """
     buffer_ids = {id(buffer) for buffer in model.buffers()}
     attributes: dict[str, Attribute] = {}
@@ -214,13 +217,14 @@ def python_attributes(model: nn.Module) -> dict[str, Attribute]:
 
 
 def _is_computed(module: nn.Module, name: str) -> bool:
-    """Tell whether torch's older weight norm, spectral norm or pruning computes this weight."""
-    # Weight norm computes `weight` from `weight_g`, and the others from `weight_orig`.
+    """Return whether torch's older weight norm, spectral norm or pruning computes this weight."""
+    # Weight norm computes `weight` from `weight_g`. Spectral norm and pruning compute it from
+    # `weight_orig`.
     return f"{name}_g" in module._parameters or f"{name}_orig" in module._parameters
 
 
 def _describe(value: Any) -> str | None:
-    """Return how a warning shows a value; None if the value is of another kind."""
+    """Return the text that shows a value in a warning; None for a type that is not compared."""
     if value is None or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
@@ -233,11 +237,14 @@ def _describe(value: Any) -> str | None:
 
 
 def _content(value: Any, buffers: set[int], nested: int = 0) -> Any:
-    """Return what is compared of a value: cheap to get, and equal if the value has not changed."""
+    """Return a cheap object that stands for a value: it compares equal if the value is unchanged.
+
+    `nested` is the number of containers around the value.
+    """
     if value is None or isinstance(value, PLAIN):
         return repr(value)
     if isinstance(value, torch.Tensor):
-        # Parameters and buffers may change, since checkpoints save them: all compare as equal.
+        # Checkpoints save parameters and buffers, so these may change: they always compare equal.
         if isinstance(value, nn.Parameter) or id(value) in buffers:
             return "registered"
         # Reading values would make the host wait for the device. `_version` counts the in-place
@@ -251,7 +258,7 @@ def _content(value: Any, buffers: set[int], nested: int = 0) -> Any:
     if isinstance(value, CONTAINERS):
         if nested == MOST_NESTED or len(value) > MOST_ITEMS:
             return Identity(value), len(value)
-        # For a dictionary, these are its keys.
+        # The items of a dictionary are its keys here; its values follow below.
         contents = [_content(item, buffers, nested + 1) for item in value]
         if isinstance(value, dict):
             contents += [_content(item, buffers, nested + 1) for item in value.values()]

@@ -1,4 +1,4 @@
-"""Identify with git the version of your code that a run uses."""
+"""Identify, with git, the version of the project's code that a run uses."""
 
 import contextlib
 import functools
@@ -7,7 +7,7 @@ import os
 import subprocess
 from pathlib import Path
 
-# Timeout of a git command: a repository on a slow network disk must not delay the start.
+# Time limit of a git command in seconds, since a repository may be on a slow network disk.
 SECONDS = 10
 
 
@@ -15,20 +15,22 @@ SECONDS = 10
 def code_version() -> dict[str, str]:
     """Return the commit of this package's repository, and a digest of uncommitted changes.
 
-    Returns {} without git or outside a repository. The digest covers the diff from the commit, and
-    the untracked files that git does not ignore. If there are no such changes, it is left out.
+    The digest covers the diff from the commit, and the untracked files that git does not ignore.
+    Without such changes, the digest is left out. Returns {} if a git command fails, as without git
+    or outside a repository.
     """
     try:
         commit = git("rev-parse", "HEAD").decode().strip()
         root = Path(os.fsdecode(git("rev-parse", "--show-toplevel").rstrip(b"\n")))
         changes = git("diff", "HEAD", "--binary")
-        # Git runs in this folder; ":/" is the root of the repository.
+        # Git runs in this file's folder; ":/" makes it list new files of the whole repository.
         new_files = git("ls-files", "--others", "--exclude-standard", "--full-name", "-z", ":/")
         digest = hashlib.sha256(changes)
         for name in sorted(new_files.split(b"\0")):
             digest.update(name)
             file = root / os.fsdecode(name)
-            # Large files count only by name, to save time, and so do unreadable ones.
+            # Only the names of large files enter the digest, to save time. The same holds for
+            # unreadable files.
             with contextlib.suppress(OSError):
                 if file.is_file() and file.stat().st_size < 2**20:
                     digest.update(file.read_bytes())

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def summary(run_dir: Path, result: "Result") -> list[str]:
-    """Return the validation metrics, the checkpoints and the directory of a run, as lines."""
+    """Return lines with the validation metrics, the checkpoints and the directory of a run."""
     try:
         directory = checkpoints_of(run_dir)
         paths = published(directory)

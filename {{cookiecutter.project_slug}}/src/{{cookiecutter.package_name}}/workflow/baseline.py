@@ -12,7 +12,7 @@ from ..adds_up import (
     BatchSlice,
     compare,
     evaluate,
-    is_declared,
+    need_not_add_up,
     read_batches,
     whole_and_parts,
 )
@@ -33,10 +33,10 @@ from .timing import (
     spread,
 )
 
-# Warm-up steps and measured steps of each of the two runs.
+# Each of two runs takes this many warm-up steps, and then this many measured steps.
 WARMUP = 5
 MEASURED = 40
-# Time limit of each run in seconds; slow runs take fewer steps.
+# Time limit of each run in seconds. A slow run takes fewer steps.
 SECONDS = 60.0
 # The number of batches on which the loss must fall.
 BATCHES = 8
@@ -44,8 +44,8 @@ BATCHES = 8
 DATA_WAIT_LIMIT = 0.05
 NEGLIGIBLE_WAIT = 1e-3
 CHEAPER = "make __getitems__ cheaper"
-# Allowed relative differences between two runs, of the first loss and of later ones, if kernels may
-# sum in any order.
+# Allowed relative differences between the losses of two runs, if kernels may sum in any order: of
+# the first loss, and of all losses.
 FIRST = 1e-5
 OTHERS = 1e-2
 
@@ -77,7 +77,7 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
     # frees the first model.
     gc.collect()
     state = set_up(config, world)
-    # The first run may have taken fewer steps, to save time.
+    # A slow first run has taken fewer steps. Then the second run needs no more steps, either.
     second = take_first_steps(state, len(first.steps.losses))
     judge_sums(stage, state)
     on_cpu = world.device.type == "cpu"
@@ -90,7 +90,7 @@ def judge_steps(stage: Stage) -> tuple[State, Steps]:
 
 
 def set_up(config: Config, world: World) -> State:
-    """Set up training, with the weights that the run would begin with."""
+    """Set up training with the initial weights of the run, or those of --init-from."""
     state = setup(config, world)
     if config.init_from:
         load_first_weights(state, Group(world))
@@ -107,11 +107,11 @@ class FirstSteps:
 
 
 def take_first_steps(state: State, steps: int) -> FirstSteps:
-    """Take the first steps of a run, fewer if they would take longer than about `SECONDS`.
+    """Take the first `steps` steps of a run, warm-up included, or fewer to stay near `SECONDS`.
 
-    `steps` includes the warm-up. The losses of the steps do not show whether training works: they
-    are of different batches, which differ by more than a few steps improve. So the loss is also
-    measured before and after the steps, on the same batches.
+    The losses of the steps do not show whether training works: each step has another batch, and
+    losses differ more between batches than a few steps improve them. So the loss is also measured
+    on the same batches before and after the steps.
     """
     before = loss_on_first_batches(state)
     warmup = record_steps(state, WARMUP)
@@ -130,10 +130,12 @@ def loss_on_first_batches(state: State) -> float:
     for step in range(BATCHES):
         for micro_batch in state.plan:
             slices.append(BatchSlice(step, micro_batch.indices))
-    # In training mode, as in the steps. Random numbers, such as dropout's, are the same each time.
+    # The model is in training mode, as in the steps. Random numbers, such as those of dropout, are
+    # the same in each call.
     with contextlib.closing(read_batches(state, slices)) as batches:
         sums = evaluate(state, batches).sums
-    # The shape is [draws, batches, names]; the first two names are the loss and its count.
+    # The shape is [draws, batches, names]. The first two names are the sum of the losses and their
+    # count.
     total, count, *_ = sums.sum((0, 1)).tolist()
     return total / count
 
@@ -153,11 +155,11 @@ def judge_progress(stage: Stage, taken: FirstSteps) -> None:
 def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     """Measure throughput, peak memory and MFU, and print them."""
     # Workers deliver batches in bursts, so only some steps wait for data. A median over single
-    # steps would hide the waits.
+    # steps would hide the waits, so take it over means of rounds with one step per worker.
     step_seconds = spread(in_rounds(steps.seconds, state.config.train.loader_workers))
     samples_per_second = state.config.train.global_batch_size / step_seconds["median"]
     measured = f"{samples_per_second:,.1f} samples/s"
-    # Only the spec of a language model has tokens.
+    # The spec of the data has this attribute only if a sample is a sequence of tokens.
     tokens_per_sample = getattr(state.spec, "tokens_per_sample", None)
     tokens_per_second = None
     if tokens_per_sample:
@@ -170,7 +172,7 @@ def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
     text = f"     peak memory {in_units(memory)}"
     mfu = None
     if state.peak_flops and state.forward_flops:
-        # `forward_flops` is for one sample, and backward takes twice as many.
+        # `forward_flops` is for one sample. A backward pass takes twice as many FLOPs.
         mfu = 3 * state.forward_flops * samples_per_second / state.peak_flops
     if mfu:
         text += f", {mfu:.1%} of the device's peak FLOP/s (MFU)"
@@ -186,9 +188,8 @@ def measure_throughput(stage: Stage, state: State, steps: Steps) -> None:
 
 
 def judge_waits(stage: Stage, steps: Steps, advice: str) -> None:
-    """Check that steps hardly wait for data."""
-    # Use means over all steps, not medians: loader workers deliver several batches at once, so most
-    # steps may not wait at all.
+    """Check that steps hardly wait for data; `advice` is what to do otherwise."""
+    # Use means, not medians: workers deliver batches in bursts, so most steps may not wait at all.
     wait = float(steps.waits.mean())
     fraction = wait / float(steps.seconds.mean())
     stage.figures["data_wait"] = spread(steps.waits / steps.seconds) | {"all": fraction}
@@ -207,7 +208,7 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
     if differing:
         measured += f", by up to {relative.max():.0e} (relative)"
     advice = "look for randomness that does not depend on the seed, or state kept between runs"
-    # Kernels on a CPU are deterministic without this setting.
+    # Kernels on a CPU are deterministic even without --train.deterministic.
     if cpu or stage.config.train.deterministic:
         passed = differing == 0
         wanted = "none"
@@ -221,11 +222,11 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
 def judge_sums(stage: Stage, state: State) -> None:
     """Check that the sums of two halves add up to those of the batch, as accumulation requires.
 
-    The model is in evaluation mode, without dropout. It may still be random, so means over several
-    draws are compared.
+    The model is in evaluation mode, without dropout. The model may still be random, so each batch
+    is evaluated several times (draws), and the means are compared.
     """
     wanted = f"the same within {TOLERANCE:.0%}"
-    if is_declared():
+    if need_not_add_up():
         measured = "declared: ADDS_UP = False in model.py"
         stage.check("adds_up", True, measured=measured, wanted=wanted)
         return
@@ -240,7 +241,7 @@ def judge_sums(stage: Stage, state: State) -> None:
     if comparison.is_random:
         wanted += f" plus 4 standard errors over {DRAWS} random draws"
     wrong = comparison.wrong
-    # Show the first sum that does not add up. If all do, show the one that differs most.
+    # Show the first sum that does not add up. If all sums add up, show the one that differs most.
     shown = wrong[0] if wrong else int(comparison.relative.argmax())
     measured = comparison.describe(shown)
     passed = not wrong

@@ -18,7 +18,7 @@ from ..run.directory import lock_file, write_owner
 from ..run.hardware import usable_cores, where_measured
 from . import WorkflowConfig
 
-# Each status and its printed form, the worst first.
+# Each status and its printed form, from the worst status to the best.
 STATUSES = {"fail": "FAIL", "not_measured": "n/a ", "pass": "ok  "}
 PACKAGE = __name__.partition(".")[0]
 
@@ -37,7 +37,7 @@ class Stage:
         self.name = name
         self.config = config
         self.started = time.perf_counter()
-        # Count the cores now: later, `setup` may pin this process to those next to its GPU.
+        # Count the cores now, since `setup` may later pin this process to the cores near its GPU.
         self.cores = usable_cores()
         # Measured values by name, for the JSON file.
         self.figures: dict[str, Any] = {}
@@ -51,8 +51,8 @@ class Stage:
     ) -> None:
         """Add a check and print it.
 
-        `passed` is None if the check is not possible; then `measured` gives the reason. `advice`
-        is dropped if the check passes.
+        If the check is not possible, `passed` is None, and `measured` gives the reason. If the
+        check passes, `advice` is dropped.
         """
         if passed is None:
             status = "not_measured"
@@ -75,7 +75,7 @@ class Stage:
 
     @property
     def status(self) -> str:
-        """The worst status of the checks."""
+        """The worst status of the checks; not_measured without checks."""
         statuses = {check["status"] for check in self.checks}
         for status in STATUSES:
             if status in statuses:
@@ -87,7 +87,7 @@ class Stage:
         # JSON has no NaN or infinity; they become null.
         figures = json.loads(json.dumps(self.figures), parse_constant=null_of)
         facts = origin(self.config)
-        # `origin` counts only the cores to which this process is pinned by now.
+        # By now this process may be pinned, and then `origin` counts only some of the cores.
         facts["machine"]["cores"] = self.cores
         content = {
             "stage": self.name,
@@ -115,10 +115,10 @@ def stage_file(run_dir: Path, name: str) -> Path:
 
 
 def lock_stage(run_dir: Path, name: str) -> TextIO:
-    """Lock a stage of a run until the returned file is closed; UserError if it is running."""
+    """Lock a stage of a run until the returned file is closed; UserError if it is locked."""
     file = stage_file(run_dir, name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Mode "a+" does not truncate: if the lock is taken, the file names the process that has it.
+    # Mode "a+" does not truncate the file: if another process holds the lock, the file names it.
     lock = open_to_write(file.with_name(f".{name}.lock"), "a+", errors="replace")
     lock_file(lock, file)
     write_owner(lock)

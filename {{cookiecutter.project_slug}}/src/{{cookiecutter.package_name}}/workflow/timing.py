@@ -45,7 +45,7 @@ class Steps:
 
 
 def record_steps(state: State, steps: int) -> Steps:
-    """Take training steps, wait for the device after each one, and measure it."""
+    """Take training steps and measure each one; wait for the device after each step."""
     losses = np.zeros(steps)
     seconds = np.zeros(steps)
     waits = np.zeros(steps)
@@ -66,9 +66,9 @@ def record_steps(state: State, steps: int) -> Steps:
         losses[i] = means(sums, state.metrics or ())["loss"]
         # `train_step` adds to the sums, so reset them to get the loss of the next step alone.
         state.sums = 0.0
-    # In training, the host would not wait for the device but read the next batch in that time. So
-    # that wait for data would be hidden, in whole or in part. Here a step's own wait stands in for
-    # that of the next batch.
+    # In training, the host would not wait for the device. In that time it would already read the
+    # next batch, so it would wait less for data, or not at all. Subtract the wait that this would
+    # hide. Here the wait of a step stands in for the wait of the next step.
     hidden = np.minimum(waits, idle)
     return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
@@ -78,7 +78,8 @@ def in_rounds(seconds: np.ndarray, workers: int) -> np.ndarray:
 
     A round has as many steps as there are workers. Several workers deliver their batches in a
     burst, and then one step waits for the next burst. A median over single steps would hide that
-    wait. With fewer than two workers or rounds, the steps are returned as they are.
+    wait. Steps of an incomplete last round are left out. With fewer than two workers or rounds, the
+    steps are returned as they are.
     """
     if workers < 2 or len(seconds) < 2 * workers:
         return seconds
@@ -93,7 +94,7 @@ def spread(values: Sequence[float] | np.ndarray) -> dict[str, float]:
 
 
 def describe(seconds: dict[str, Any]) -> str:
-    """Format the result of `spread` for times in seconds, in milliseconds."""
+    """Format a result of `spread`, whose values are in seconds, in milliseconds."""
     median = 1e3 * seconds["median"]
     p10 = 1e3 * seconds["p10"]
     p90 = 1e3 * seconds["p90"]
@@ -103,11 +104,12 @@ def describe(seconds: dict[str, Any]) -> str:
 def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
     """Return the difference of each pair, relative to the larger magnitude.
 
-    It is 0 if both values are NaN. Otherwise it is infinite if one of them is NaN or infinite.
+    The difference of two NaNs is 0. The difference of any other pair with a NaN or an infinity is
+    infinite.
     """
     a = np.array([*first], dtype=float)
     b = np.array([*second], dtype=float)
-    # NumPy would warn about inf - inf and inf / inf, which are NaN.
+    # inf - inf and inf / inf are NaN, about which NumPy would warn. They become infinite below.
     with np.errstate(invalid="ignore"):
         magnitude = np.maximum(np.abs(a), np.abs(b))
         # The lower bound avoids a division by 0.
@@ -117,7 +119,7 @@ def differences(first: Iterable[float], second: Iterable[float]) -> np.ndarray:
 
 
 def steps_of_run(config: Config) -> int:
-    """Return the number of steps of a run; with --train.epochs it depends on the data."""
+    """Return the number of steps of a run; with --train.epochs, it depends on the dataset."""
     if not config.train.epochs:
         return config.train.steps
     train, _, _ = load_datasets(config)
@@ -125,7 +127,10 @@ def steps_of_run(config: Config) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory so far in bytes: allocated on CUDA, else resident on the host."""
+    """Return the peak memory of this process in bytes.
+
+    On CUDA, this is the memory allocated on the device, otherwise the resident memory on the host.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if sys.platform == "darwin":
