@@ -154,7 +154,7 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
     if not last:
         return module.no_sync()
     if len(state.plan) > 1 and not module.find_unused_parameters:
-        # There are several micro-batches, and the earlier ones have set `.grad`. So `.grad` does not
+        # There are several micro-batches, and the earlier ones have set `.grad`. So `.grad` cannot
         # tell `require_gradients` which parameters the last backward has reached.
         module.module.watch_next_backward()
     return contextlib.nullcontext()

@@ -38,7 +38,7 @@ class Sample:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Generate text as `infer` does; log it and write it to samples/, for tracker and report."""
+        """Generate text as `infer` does; log it, and write it to a file in samples/."""
         # Imported here, so that an error in infer.py only disables this callback.
         from .infer import InferConfig, decode, generate
 

@@ -139,7 +139,7 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     `reason` is "" or the reason why that cannot be checked.
     """
     one = records[1]
-    # Dropout and batch statistics are off, so the limits allow only for a different order of summation.
+    # Dropout and batch statistics are off, so the limits allow only for another order of summation.
     text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
     wanted = text.format(**TOLERANCE)
     if one["random"]:

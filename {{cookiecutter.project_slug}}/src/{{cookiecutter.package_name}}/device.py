@@ -60,7 +60,7 @@ def pick_gpu(device: torch.device) -> torch.device:
         advice = "start fewer processes on this machine, or use --device cpu"
     elif os.environ.get("LOCAL_WORLD_SIZE", "1") != "1":
         raise UserError(
-            f"--device {device} would put all processes of this machine on one GPU; use --device cuda"
+            f"--device {device}: all processes of this machine would share a GPU; use --device cuda"
         )
     count = torch.cuda.device_count()
     if index >= count:

@@ -68,8 +68,8 @@ class Permutation:
         if self.table is not None:
             return self.table[positions]
         # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. Results
-        # outside the domain are encrypted again until they are inside. So a position gets the next id
-        # in its cycle of the permutation that is inside, and no two positions have the same next.
+        # outside the domain are encrypted again until they are inside. So a position gets the next
+        # id inside, in its cycle of the permutation. No two positions have the same next id.
         values = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.size)
         while outside.size:
@@ -78,8 +78,8 @@ class Permutation:
         return values.astype(np.int64)
 
     def _encrypt(self, values: np.ndarray) -> np.ndarray:
-        # A round replaces (left, right) with (right, left ^ f(right)). That can be undone for any f,
-        # so the result is a bijection. Here f takes the top bits after two multiplications.
+        # A round maps (left, right) to (right, left ^ f(right)), which can be undone whatever f is.
+        # So the result is a bijection. Here f takes the top bits after two multiplications.
         left = values >> self.half
         right = values & self.mask
         for key in self.keys:

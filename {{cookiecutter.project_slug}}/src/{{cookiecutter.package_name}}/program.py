@@ -94,7 +94,7 @@ def export_program(run_dir: Path, options: ExportConfig) -> str:
 
 
 def find_call(trained: nn.Module, use: Callable[[], object]) -> Call:
-    """Return the arguments of the first call of the model in `use()`; UserError if there is none."""
+    """Return the arguments of the first call of the model in `use()`; UserError if none is made."""
     calls: list[Call] = []
 
     def note(_: nn.Module, arguments: tuple[Any, ...], by_name: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ def with_named_inputs(forward: Callable[..., Any], call: Call) -> Any:
 
 
 def as_plain_output(_: nn.Module, arguments: Any, output: Any) -> Any:
-    """Turn an output with fields (a dataclass, or that of a transformers model) into a plain dictionary."""
+    """Turn an output with fields (such as a transformers model's) into a plain dictionary."""
     if isinstance(output, Mapping):
         fields = dict(output)
     elif dataclasses.is_dataclass(output):

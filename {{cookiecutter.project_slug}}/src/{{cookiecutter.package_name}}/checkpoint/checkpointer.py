@@ -130,9 +130,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         """Save a checkpoint of `step`, unless it has already been saved.
 
         `figures` is the record of this step, if it has one. After a validation it also has the
-        validation's metrics. The optimizer must not step before `before_optimizer_step()` has returned.
-        Raises RankError, on every rank, when any rank failed; UserError for state that cannot be
-        saved.
+        validation's metrics. The optimizer must not step before `before_optimizer_step()` has
+        returned. Raises RankError, on every rank, when any rank failed; UserError for state that
+        cannot be saved.
         """
         # No save is skipped: this waits until the previous one is published.
         with self._blocking():

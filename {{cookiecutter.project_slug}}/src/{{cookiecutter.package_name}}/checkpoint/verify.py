@@ -49,8 +49,8 @@ def list_checkpoints(run_dir: Path) -> Listing:
     # An earlier resume found these damaged, and renamed them.
     for name in damaged(directory):
         lines.append(f"{name}  set aside")
-    # If several checkpoints have a base, it is the same one, so check it once. It may have moved since
-    # the older ones were saved, so begin with the newest.
+    # If several checkpoints have a base, it is the same one, so check it once. The newest of them
+    # knows where it is, since it may have moved after the others were saved.
     for manifest in reversed(good.values()):
         if "base" in manifest:
             problem = _problem_of_base(manifest, run_dir)
