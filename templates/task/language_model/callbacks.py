@@ -60,4 +60,4 @@ class Sample:
                 folder.mkdir(exist_ok=True)
                 replace_file(folder / f"step_{state.step:08}.txt", text)
             except Exception as error:
-                log.warning("the sample of step %d was not saved: %s", state.step, error)
+                log.warning("the sample of step %d is not saved: %s", state.step, error)
