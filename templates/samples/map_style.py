@@ -244,8 +244,8 @@ class _BatchReader(Dataset):
     def __init__(self, dataset: Any, order: GlobalBatches, augments: bool) -> None:
         self.dataset = dataset
         self.order = order
-        # Whether to call the dataset's `augment`, if it has one.
-        self.augments = augments
+        # Whether to call the dataset's `augment`.
+        self.augments = augments and owner_of("augment", dataset) is not None
         # `fetch` seeds the dataset's random numbers with this key and the position.
         self.draws = stream_key(order.seed, DRAWS)
 
@@ -253,7 +253,7 @@ class _BatchReader(Dataset):
         step, micro_batch = item
         indices = micro_batch.indices
         keys = None
-        if self.augments and owner_of("augment", self.dataset) is not None:
+        if self.augments:
             keys = sample_keys(self.order.seed, self.order.positions(step)[indices])
         ids = self.order.ids(step)[indices]
         first_position = step * self.order.batch_size + indices.start

@@ -59,9 +59,9 @@ def test_a_run_says_which_code_it_was_started_with(git_env: None, tmp_path: Path
 
         model.write_text(code)
         new_file = project.folder / "src/of_a_commit/more.py"
-        new_file.write_text("A = 1\n")
+        new_file.write_text("A = 1\n" * 100)
         first = source_of(project, "new_file")
-        new_file.write_text("A = 2\n")
+        new_file.write_text("A = 2\n" * 100)
         second = source_of(project, "other_file")
         digests = {each["changed"] for each in (changed, first, second)}
         assert len(digests) == 3

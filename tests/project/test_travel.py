@@ -409,7 +409,7 @@ def test_ranks_with_other_data_weights_or_settings_stop(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("Now is the winter of our discontent. " * 100)
     sources = {"seeing": project / "src"}
     output = drill("disagree.py", (2, str(tmp_path), "seeing"), sources=sources)
-    assert "5 disagreements were told on 2 ranks" in output
+    assert "6 disagreements were told on 2 ranks" in output
 
 
 def test_a_hostile_or_broken_file_is_refused(project: Project, tmp_path: Path) -> None:

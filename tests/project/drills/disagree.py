@@ -1,4 +1,4 @@
-"""Ranks with other data, weights to start from or settings must all be told, and none hang.
+"""Ranks with other data, weights or settings must all be told, and none hang.
 
 Usage: disagree.py FOLDER PACKAGE (by `drill`, on two ranks)
 """
@@ -7,6 +7,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -54,8 +55,33 @@ def main(folder: Path, package: str) -> None:
             told += 1
     if rank == "0":  # which alone makes the directory, and takes it away
         assert not (folder / "run").exists()
+    told += load_other_bits(package, config.override(ground, {"data.path": text}), world)
+    if rank == "0":
         print(f"{told} disagreements were told on {world.size} ranks")
     training.leave(world)
+
+
+def load_other_bits(package: str, settings: Any, world: Any) -> int:
+    """Resume with one weight changed on rank 1, as by a faulty memory; 1 if all ranks are told."""
+    training = importlib.import_module(f"{package}.train")
+    config = importlib.import_module(f"{package}.config")
+    checkpointer = importlib.import_module(f"{package}.checkpoint.checkpointer").Checkpointer
+    training._run(settings, world, [])
+    load = checkpointer.load
+
+    def load_with_a_fault(self: Any, *given: Any, **named: Any) -> None:
+        load(self, *given, **named)
+        if world.rank == 1:
+            with torch.no_grad():
+                next(self.model.parameters()).view(-1)[0] += 1
+
+    checkpointer.load = load_with_a_fault
+    try:
+        training._run(config.override(settings, {"train.steps": 3}), world, [])
+    except importlib.import_module(f"{package}.errors").RankError as found:
+        assert "a disk or memory is faulty" in str(found), found
+        return 1
+    return 0
 
 
 if __name__ == "__main__":

@@ -112,11 +112,14 @@ class ModelState:
                 "parameters were added to or removed from the optimizer during the run, which a "
                 f"resume cannot repeat. {way_out}"
             )
+        if state.world.size == 1:
+            # Here a callback may freeze and unfreeze parameters, since after a resume the callback
+            # does so again.
+            return
+        # DDP and FSDP would not reduce the gradients of a parameter that was unfrozen during the
+        # run.
         trained = self._trained_now()
-        # With one process, a callback may freeze and unfreeze parameters, since after a resume the
-        # callback does so again. With several ranks, DDP and FSDP would not reduce the gradients of
-        # a parameter that was unfrozen during the run.
-        if trained != self.trained and state.world.size > 1:
+        if trained != self.trained:
             changed = zip(self.names, trained, self.trained, strict=True)
             name = next(name for name, now, before in changed if now != before)
             raise UserError(
