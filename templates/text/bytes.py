@@ -22,7 +22,10 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """Return the settings unchanged, and "" (unknown) as the encoding of the token files."""
+    """Return the settings unchanged, and "" (unknown) as the encoding of the token files.
+
+    With text=bytes, no file describes the token files.
+    """
     return data, ""
 
 

@@ -15,8 +15,8 @@ def is_json(path: Path) -> bool:
 def has_json_lines(path: Path, field: str) -> bool:
     """Return whether a file has JSON lines, by its name or, if need be, by its first lines.
 
-    Raises UserError if the file is one JSON list of objects with this field: read as plain text,
-    the brackets of the list would become tokens.
+    Raises UserError if the file is one JSON list of objects with this field. As plain text, the
+    brackets of the list would become tokens.
     """
     if path.suffix.lower() in LINES:
         return True
@@ -27,8 +27,8 @@ def has_json_lines(path: Path, field: str) -> bool:
         file.seek(0)
         first = next_object(file)
         second = next_object(file)
-    # Two objects are JSON lines. A file with a single object may be any JSON file, so require that
-    # the object has the field.
+    # Two lines with an object each mean JSON Lines. A file with a single object may be any JSON
+    # file, so require that the object has the field.
     if first is not None and (second is not None or field in first):
         return True
     is_list_of_objects = re.match(rb"\s*\[\s*\{", first_megabyte) is not None

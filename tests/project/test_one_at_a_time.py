@@ -1,6 +1,7 @@
 """What may run at once: runs in threads, two stages on one run; and a run in a notebook."""
 
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -62,6 +63,18 @@ for words in (["train", "--preset", "tiny", "--train.steps", "2"], ["verify"]):
     sys.argv = ["notebook", *words, "--name", "in-a-notebook"]
     print("code", __main__.main())
 """
+
+
+def test_a_notebook_shows_characters_whole(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each token is a byte of them."""
+    infer, shown = project.module("infer"), io.StringIO()
+    monkeypatch.setattr(infer, "generate", lambda *given: iter("é€".encode()))
+    monkeypatch.setattr(sys, "stdout", shown)
+    options = infer.InferConfig(prompt="ü")
+    infer.infer(None, SimpleNamespace(encoding="bytes"), project.config(), options)
+    assert shown.getvalue() == "üé€\n"
 
 
 def test_commands_work_in_a_notebook(project: Project) -> None:

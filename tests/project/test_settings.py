@@ -275,6 +275,15 @@ def test_a_fresh_run_and_a_new_one_take_nothing(text: Project, tmp_path: Path) -
     assert saved(tmp_path / "run")["optim"]["clip"] != 0.5
 
 
+def test_a_value_of_an_earlier_release_is_refused_in_a_file_of_settings(
+    text: Project, tmp_path: Path
+) -> None:
+    """Only runs of that release may have it: a person wrote this one."""
+    (tmp_path / "settings.toml").write_text('checkpoint.every = "auto"')
+    said = text.refuses("train", *SMALL, "--config", str(tmp_path / "settings.toml"))
+    assert "checkpoint.every is 'auto', which only earlier releases accept" in said
+
+
 def test_epochs_are_steps(text: Project, tmp_path: Path) -> None:
     """As many as reach the end of the last epoch; more of them continue the run."""
     where = (*SMALL, "--run-dir", str(tmp_path / "run"))

@@ -50,6 +50,7 @@ def has_files(folder: Path, suffix: str) -> bool:
 def published(directory: Path) -> list[Path]:
     """Return the checkpoints with a published name, oldest first; their files may be damaged."""
     names = os.listdir(directory) if directory.is_dir() else []
+    # Sort by step, since names of more than 8 digits would sort before shorter ones.
     steps = [int(name.removeprefix("step_")) for name in names if PUBLISHED.fullmatch(name)]
     return [directory / step_name(step) for step in sorted(steps)]
 
@@ -62,11 +63,11 @@ def damaged(directory: Path) -> list[str]:
 
 def open_regular(path: Path) -> io.BufferedIOBase:
     """Open a regular file for reading; OSError for a link, a device or a pipe."""
-    # Check before opening, since opening a pipe waits for a writer.
+    # Check before opening, since opening a device may have effects.
     if not stat.S_ISREG(os.lstat(path).st_mode):
         raise OSError(errno.EINVAL, "is not a regular file", str(path))
     # If a link replaces the file after the check, O_NOFOLLOW refuses the link. If a pipe replaces
-    # the file, O_NONBLOCK keeps the open from waiting for a writer.
+    # the file, O_NONBLOCK keeps the open from waiting until another process writes.
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     return open(descriptor, "rb")
 

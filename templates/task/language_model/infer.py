@@ -1,5 +1,6 @@
 """Generate text with a trained model, in one process."""
 
+import codecs
 import itertools
 import sys
 from collections.abc import Iterator
@@ -36,12 +37,13 @@ def infer(model: nn.Module, spec: Spec, config: Config, options: InferConfig) ->
     continuation = generate(model, prompt, config.data.context, options)
     tokens = itertools.chain(prompt, continuation)
     # Write bytes, since a token may be only a part of a character. In a notebook, stdout has no
-    # `buffer` for bytes and accepts only text.
+    # `buffer` for bytes and accepts only text, so wait there until a character is complete.
     stdout = getattr(sys.stdout, "buffer", None)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
     try:
         for content in decode(tokens, spec):
             if stdout is None:
-                print(content.decode(errors="replace"), end="")
+                print(decoder.decode(content), end="")
             else:
                 stdout.write(content)
                 stdout.flush()
@@ -67,6 +69,7 @@ def generate(
 
 def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> Tensor:
     """Draw one token from logits [vocabulary]."""
+    # Without this check, `argmax` would choose a NaN.
     if logits.isnan().any():
         raise UserError("the model's output is not finite: use an earlier checkpoint (--step)")
     if options.temperature <= 0:
@@ -75,7 +78,7 @@ def sample(logits: Tensor, options: InferConfig, generator: torch.Generator) -> 
         lowest_kept = logits.topk(options.top_k).values[-1]
         logits = logits.masked_fill(logits < lowest_kept, -torch.inf)
     probabilities = (logits / options.temperature).softmax(dim=0)
-    # Infinite logits give probabilities of NaN.
+    # A logit of +inf makes all probabilities NaN.
     if probabilities.isnan().any():
         raise UserError("the model's output is not finite: use an earlier checkpoint (--step)")
     return torch.multinomial(probabilities, 1, generator=generator)[0]

@@ -32,8 +32,8 @@ NO_HEADERS = "Python.h: No such file"
 SHOWN = 6
 
 FINDINGS_ADVICE = (
-    "run `train` with TORCH_LOGS=graph_breaks,recompiles to see them; if guards fail, keep the "
-    "values that they name constant, or try --compile.dynamic True"
+    "run `train` with TORCH_LOGS=graph_breaks,recompiles to see them; if guards fail, do not "
+    "change the values that they name, or try --compile.dynamic True"
 )
 
 
@@ -72,9 +72,9 @@ def try_mode(config: Config, mode: str, folder: Path) -> ModeResult:
             else:
                 result |= warm
     except RankError as error:
-        # The process crashed or took too long; the first line of the error says which. From the
-        # second line on, the error quotes the output of the process. Checks show only the first
-        # line, so join the two lines.
+        # The process crashed or took too long; the first line of the error says which. The other
+        # lines quote the output of the process. Checks show only the first line, so join the first
+        # line of the output to it.
         result["error"] = str(error).replace("\n  ", ": ", 1)
     if "refused" in result:
         # The project itself refuses these settings, so this says nothing about the compiler.
@@ -179,7 +179,8 @@ def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
     """Check that the losses and gradients of compiled steps are close to those of eager ones."""
     differing: list[str] = []
     # The limits depend only on the dtype and the device, so all modes have the same limits.
-    limits = PRECISE
+    is_precise = all(result["precise"] for result in compiled.values())
+    limits = PRECISE if is_precise else ROUNDED
     texts: list[str] = []
     for mode, result in compiled.items():
         difference = result["difference"]
@@ -187,8 +188,6 @@ def judge_numerics(stage: Stage, compiled: dict[str, ModeResult]) -> None:
         texts.append(f"{mode}: {loss}, gradients {difference['gradients']:.1e}")
         if differs(result):
             differing.append(mode)
-        if not result["precise"]:
-            limits = ROUNDED
     measured = f"after {STEPS} steps, relative to eager: {'; '.join(texts)}"
     wanted = f"at most {limits['loss']:.0e} and {limits['gradients']:.0e}"
     advice = (
@@ -229,6 +228,8 @@ def judge_speed(stage: Stage, compiled: dict[str, ModeResult]) -> None:
 def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
     """Recommend the fastest mode that is correct and whose first compile pays off in this run."""
     given = stage.config.compile.mode
+    # If the model is sharded, --compile.mode full compiles blocks, too (compile_model).
+    mode_used = "blocks" if given == "full" and parallel.SHARDED else given
     steps = steps_of_run(stage.config)
     problems: dict[str, str] = {}
     faster: list[str] = []
@@ -249,19 +250,17 @@ def recommend_mode(stage: Stage, modes: dict[str, ModeResult]) -> None:
         advise(stage, f"train with --compile.mode {best}: {speedup} times as fast; {pays}")
         if given == "none":
             recommend(stage, "compile.mode", best, speedup)
-        elif best != given:
+        elif best != mode_used:
             # Leave out the speedup, since it is relative to eager steps, not to the given mode.
             recommend(stage, "compile.mode", best)
         return
     # Do not advise against compiling if a measurement was too noisy, since that mode may be faster.
-    # If no mode has a problem, "no mode is faster" is true only if the stage has passed: it has
-    # not if all modes were skipped, for example.
+    # If no mode has a problem, "no mode is faster" is true only if the stage has passed. If all
+    # modes were skipped, for example, the stage has not passed, and nothing is known.
     undecided = any(result.get("verdict") == TOO_NOISY for result in modes.values())
     if not undecided and (problems or stage.status == "pass"):
         reasons = "; ".join(f"{mode}: {problem}" for mode, problem in problems.items())
         advise(stage, f"train with --compile.mode none: {reasons or 'no mode is faster here'}")
-    # If the model is sharded, --compile.mode full compiles blocks, too (compile_model).
-    mode_used = "blocks" if given == "full" and parallel.SHARDED else given
     if mode_used in problems:
         recommend(stage, "compile.mode", "none")
 

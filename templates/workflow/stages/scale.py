@@ -63,8 +63,8 @@ def measure(config: StageConfig) -> int:
     cores = usable_cores()
     sizes, reason = world_sizes(config, device)
     most = sizes[-1]
-    # A process has the same number of threads whatever the number of processes, so that the speeds
-    # are comparable.
+    # A process has the same number of threads, regardless of the number of processes, so that the
+    # speeds are comparable. On a CPU this is one thread, since a core may be all that a rank has.
     threads = 1 if device.type == "cpu" else max(1, cores // most)
     records: Records = {}
     try:
@@ -78,7 +78,8 @@ def measure(config: StageConfig) -> int:
         # `records` has the results of all sizes before the one that failed.
         failed_size = sizes[len(records)]
         failed = f"{named(failed_size, 'process')} ran out of memory"
-        # None: the check neither passed nor failed. That the memory is too small is a finding.
+        # None: the check neither passed nor failed. Too little memory is a result of the
+        # measurement.
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
         if parallel.SHARDED:
             fit = command_for("fit", config.directory)
@@ -149,7 +150,7 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     if reason:
         stage.check("same_losses", None, measured=reason, wanted=wanted)
         return
-    # Two losses that are both NaN count as equal below.
+    # Two losses that are both NaN count as equal below, so require a finite loss first.
     if not np.isfinite(np.array(one["losses"], dtype=float)).any():
         measured = "no loss is finite, not even in one process"
         advice = "lower --optim.learning-rate, and look at the data"
@@ -272,7 +273,7 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     step_seconds = record_steps(state, 3).seconds[-1]
     # Rank 0 decides, since all ranks must take the same number of steps.
     steps = int(np.clip(SECONDS / group.broadcast(step_seconds), MIN_TIMED, MAX_TIMED))
-    # `in_rounds` averages over rounds of one step per loader worker, and needs two of them.
+    # A round is one step for each loader worker. `in_rounds` needs at least two rounds.
     steps = max(steps, 2 * config.train.loader_workers)
     strong = time_steps(state, steps)
     # A single process has the same batch for weak scaling.
@@ -338,7 +339,7 @@ def compare(config: Config, world: World) -> dict[str, Any]:
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
-    # Back to torch's default.
+    # The default of torch, as "highest" is for matrix products.
     torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
     return {"losses": losses, "gradient_norms": norms, "random": has_drawn(state)}

@@ -38,8 +38,8 @@ ON_ANY_THREAD = re.compile(r"(kernel|gpu_memcpy|gpu_memset) |\w+ (gloo|mpi|ucc):
 # The parts and the patterns of their events if the trace has events of a GPU, in order of
 # precedence. An event may match several patterns; the first one decides.
 ON_GPU = (
-    # All kernels except those of collectives, such as NCCL's, and memory operations within the
-    # device.
+    # Kernels other than those of collectives (such as NCCL's), and also memory operations within
+    # the device.
     ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
     # The remaining kernels are those of collectives.
     ("communication", "kernel "),
@@ -55,7 +55,7 @@ ON_CPU = (
     # sharded tensors calls `_c10d_functional::wait_tensor`, for example.
     ("communication", r"cpu_op _?c10d(_functional)?(_autograd)?::"),
     # Operators have a namespace, as in "aten::mm". The events of autograd nodes are excluded, since
-    # they include hooks, which may wait for other ranks.
+    # they include hooks, which may wait for other ranks. Compiled code has events of its own.
     ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
     # An event such as `gloo:all_reduce` is on a thread of gloo, and lasts from the call to the end
     # of the collective. So it counts only while the training thread runs no operator.
@@ -214,7 +214,7 @@ def divide(steps: list[Event], claims: list[Claim]) -> tuple[np.ndarray, list[Ho
         owners[first:last] = PARTS.index(claim.part)
     seconds = np.zeros((len(steps), len(PARTS)))
     gaps: list[HostGap] = []
-    # The same for each step: the indices of the edges where it starts and ends.
+    # Likewise, find the indices of the edges where each step starts and ends.
     for step, (first, last) in enumerate(np.searchsorted(edges, step_times)):
         step_edges = edges[first : last + 1]
         step_owners = owners[first:last]
@@ -233,7 +233,7 @@ def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
     """
     longest = HostGap(0.0, 0.0, 0.0)
     # Add False at both ends. Then the values change once where a gap starts, and once where it
-    # ends. So the edges at these changes are the start and the end of each gap in turn.
+    # ends, and change i is at edge i. So these edges are the start and the end of each gap in turn.
     of_host = np.concatenate([[False], owners == HOST, [False]])
     changes = np.flatnonzero(np.diff(of_host))
     for start, end in edges[changes].reshape(-1, 2).tolist():

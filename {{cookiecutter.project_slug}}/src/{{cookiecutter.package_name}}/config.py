@@ -32,8 +32,8 @@ from .run.tracker import TrackerConfig
 
 log = logging.getLogger(__name__)
 C = TypeVar("C")
-# Maps a setting to another one that overrides it, and to the value of the other one that means "not
-# given". For example, train.epochs overrides train.steps, unless train.epochs is 0.0.
+# Maps a setting A to a setting B that overrides A, and to the value of B that means "not given".
+# For example, train.epochs overrides train.steps, unless train.epochs is 0.0.
 FOLLOWS_FROM = {"train.steps": ("train.epochs", 0.0), "name": ("run_dir", None)}
 # Maps the type of a setting to the types of values that it accepts from JSON, TOML or a preset. A
 # type that is not listed, such as int, accepts only values of the same type.
@@ -131,8 +131,8 @@ class RunLocation:
     def directory(self) -> Path:
         """The run directory; raises UserError if the name contains a path."""
         is_plain = self.name == Path(self.name).name and self.name.isprintable()
-        # These three equal their Path.name, too. But "" would be the folder runs itself, ".." its
-        # parent, and a folder named "~" is dangerous to remove.
+        # "", ".." and "~" also equal their Path.name. But "" would be the folder runs itself, ".."
+        # its parent, and a folder named "~" is dangerous to remove.
         if not is_plain or self.name in ("", "..", "~"):
             raise UserError(f"--name {self.name!r} is not a plain name; give a path with --run-dir")
         directory = self.run_dir or Path("runs") / self.name
@@ -185,10 +185,10 @@ def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None 
 
 
 def of_this_release(saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the settings of a saved run, with those added that its older release did not have.
+    """Add settings to those of a saved run that the release of the run did not have.
 
-    The settings are by dotted name. A run without `optim.name` is older than Muon, so it trains
-    with AdamW.
+    The keys are dotted names. A run without `optim.name` is older than Muon, so it trains with
+    AdamW.
     """
     # Only projects with Muon have this setting.
     if "optim.name" not in saved and hasattr(OptimConfig(), "name"):
@@ -263,6 +263,8 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
     elif unknown:
         name = min(unknown)
         known = [known_name for known_name, _ in flatten(to_json(config))]
+        if name in known:
+            raise UserError(f"{name} is {unknown[name]!r}, which only earlier releases accept")
         near = difflib.get_close_matches(name, known, 1)
         advice = f": did you mean {near[0]}?" if near else ""
         raise UserError(f"{name} is not a setting of this project{advice}")
@@ -332,7 +334,8 @@ def _checked(name: str, value: Any, hint: Any) -> Any:
         if _fits(value, kind):
             origin: Any = get_origin(kind) or kind
             if origin in (Path, tuple):
-                # JSON and TOML have strings and lists in place of paths and tuples.
+                # JSON and TOML have strings and lists in place of paths and tuples. `expand_home`
+                # changes only a "~" at the start of a path.
                 return expand_home(origin(value))
             return value
     expected = hint.__name__ if isinstance(hint, type) else str(hint).removeprefix("typing.")

@@ -43,7 +43,7 @@ class RunningBuffers:
 
     After the forwards of each step, `agree_on_buffers` makes them equal on all ranks: the mean over
     the ranks for floating-point and complex buffers, rank 0's value for all others (counts, flags).
-    On a GPU, it may take 50 steps until it finds a buffer that begins to differ. Bad steps, saves,
+    On a GPU it looks only every 50 steps for buffers that have begun to differ. Bad steps, saves,
     validation and recomputed activations do not change the buffers.
     """
 

@@ -17,7 +17,7 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
     `stack` exits the entered ones. A callback marked `harmless` is wrapped in Harmless, which
     catches its errors.
     """
-    entered: list[Any] = []
+    all_to_call: list[Any] = []
     for callback in callbacks:
         if getattr(callback, "harmless", False):
             to_call: Any = Harmless(callback)
@@ -26,8 +26,8 @@ def enter(callbacks: Iterable[Any], stack: contextlib.ExitStack) -> list[Any]:
         # Check the callback itself, since its Harmless wrapper always has __enter__.
         if hasattr(callback, "__enter__"):
             stack.enter_context(to_call)
-        entered.append(to_call)
-    return entered
+        all_to_call.append(to_call)
+    return all_to_call
 
 
 def find_methods(name: str, callbacks: Iterable[Any]) -> list[Callable[..., None]]:
