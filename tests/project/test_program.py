@@ -233,11 +233,11 @@ def test_what_follows_a_target_is_passed_by_name(text: Project) -> None:
 class OfArguments(nn.Module):
     """Like peft's wrappers, it names no argument."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, *args: Any, scale: int = 1, **kwargs: Any) -> Tensor:
         """Use what it was given."""
-        x, bias, other = args
-        assert bias is None and kwargs == {"scale": 2}
-        return kwargs["scale"] * (x - other)
+        bias, x, other = args
+        assert bias is None and scale == 2 and not kwargs
+        return scale * (x - other)
 
 
 class MaskFirst(nn.Module):
@@ -251,10 +251,10 @@ class MaskFirst(nn.Module):
 def test_arguments_without_a_name_keep_their_positions(text: Project) -> None:
     program = text.module("program")
     model, x = OfArguments(), torch.randn(2, 3)
-    call = program.find_call(model, lambda: model(x, None, x + 1, scale=2))
+    call = program.find_call(model, lambda: model(None, x, x + 1, scale=2))
     assert len(call.arguments) == 3 and call.by_name == {} and call.fixed == {"scale": 2}
     made = program.make_program(Path("model.pt2"), model, call).module()
-    torch.testing.assert_close(made(x[:1], None, x[:1]), torch.zeros(1, 3))
+    torch.testing.assert_close(made(None, x[:1], x[:1]), torch.zeros(1, 3))
 
 
 def test_a_first_dimension_of_one_is_no_batch(text: Project) -> None:

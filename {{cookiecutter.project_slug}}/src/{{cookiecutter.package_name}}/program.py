@@ -25,8 +25,8 @@ from .sampling import fetch
 TARGETS = ("target", "targets", "label", "labels")
 # A program that takes one sample in each call is compared on this many validation samples.
 SINGLE_CHECKS = 9
-# The kinds of parameters that collect arguments without a parameter of their own.
-UNNAMED = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+# The kinds of parameters that take an argument by its position.
+POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
     by_position: list[Any] = []
     inputs_by_name: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
-    named = [name for name, each in parameters.items() if each.kind not in UNNAMED]
+    named = [name for name, each in parameters.items() if each.kind in POSITIONAL]
     # Whether a target or a setting was left out of the positions.
     has_gap = False
     for position, value in enumerate(arguments):
