@@ -22,9 +22,9 @@ class TextConfig:
 
 
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
-    """Return the settings unchanged, and "" (unknown) as the encoding of the token files.
+    """Return the settings unchanged, and "" (unknown) as the encoding of the .bin files.
 
-    With text=bytes, no file describes the token files.
+    A tokenizer would describe its .bin files in `folder`; this project has none.
     """
     return data, ""
 

@@ -32,7 +32,10 @@ def has_json_lines(path: Path, field: str) -> bool:
     if first is not None and (second is not None or field in first):
         return True
     is_list_of_objects = re.match(rb"\s*\[\s*\{", first_megabyte) is not None
-    if is_list_of_objects and json.dumps(field).encode() in first_megabyte:
+    # JSON may write the field's name as it is, or with escapes such as \u00e9.
+    forms = (json.dumps(field), json.dumps(field, ensure_ascii=False))
+    has_field = any(form.encode() in first_megabyte for form in forms)
+    if is_list_of_objects and has_field:
         raise UserError(
             f"{path} is one JSON list, not JSON lines: convert it with "
             f"jq -c '.[]' {path.name} > {path.stem}.jsonl"

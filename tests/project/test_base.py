@@ -528,3 +528,11 @@ def test_the_same_bits_on_one_process_and_on_two(tmp_path: Path) -> None:
     jobs = ((0, str(tmp_path), *sources), (2, str(tmp_path), *sources))
     output = drill("base.py", *jobs, (0, str(tmp_path), "base_ddp"), sources=sources)
     assert output.count("the same bits") == 7
+
+
+def test_a_message_lists_ten_names_and_counts_the_others(project: Project) -> None:
+    listed = project.module("checkpoint.transfer")._listed
+    names = [f"w{number}" for number in range(12)]
+    assert listed(names[:10]) == ", ".join(names[:10])
+    for more in (1, 2):
+        assert listed(names[: 10 + more]) == f"{', '.join(names[:10])}, and {more} more"

@@ -64,6 +64,9 @@ def test_a_start_says_what_it_is(
     loader.source.order.drawn = lambda steps: {}
     state = SimpleNamespace(config=project.config(train__steps=20), loader=loader)
     assert project.module("run.journal")._batch(state) == "8 samples; 20 steps (1.00 epochs)"
+    loader.source.order.drawn = lambda steps: {"letters": 120, "digits": 40}
+    wanted = "8 samples (75.0% letters, 25.0% digits); 20 steps (1.00 epochs)"
+    assert project.module("run.journal")._batch(state) == wanted
     caplog.clear()
     project("train", *project.settings, "--train.steps", "20", "--name", "first")
     assert said(caplog) == []  # it is finished

@@ -234,6 +234,34 @@ def test_each_micro_batch_that_is_reduced_counts_what_a_rank_lacks(
     assert counted == ([True, True] if reduce_each else [False])
 
 
+def test_a_step_seeds_the_generator_of_its_device(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampling = project.module("sampling")
+    key = sampling.stream_key(7) >> 1
+    generators = tuple(torch.Generator().manual_seed(0) for _ in range(2))
+    on_apple: list[int] = []
+    monkeypatch.setattr(torch.cuda, "default_generators", generators)
+    monkeypatch.setattr(torch.mps, "manual_seed", on_apple.append)
+    sampling.seed_random(7, device=GPU)
+    sampling.seed_random(7, device=torch.device("cpu"))
+    assert [generator.initial_seed() for generator in generators] == [0, key] and not on_apple
+    sampling.seed_random(7, device=torch.device("mps"))
+    assert on_apple == [key]
+
+
+@pytest.mark.parametrize(("count", "usable"), [(6, 6), (None, 1)])
+def test_all_cores_count_where_the_system_says_no_less(
+    project: Project, monkeypatch: pytest.MonkeyPatch, count: int | None, usable: int
+) -> None:
+    hardware = project.module("run.hardware")
+    with monkeypatch.context() as patch:
+        patch.delattr(os, "sched_getaffinity")
+        patch.setattr(os, "cpu_count", lambda: count)
+        found = hardware.usable_cores()
+    assert found == usable
+
+
 @pytest.mark.parametrize("number", [0, 1, 5, 2**40, -(2**63)])
 def test_a_checksum_tells_a_number_from_its_complement(sharded: Project, number: int) -> None:
     """All bits differ between 0 and -1, which may both stand for "no index"."""

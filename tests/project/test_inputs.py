@@ -79,6 +79,16 @@ def test_one_json_list_is_refused_by_its_name(
                 assert "jq -c '.[]' f.json > f.jsonl" in said and "\n" not in said
 
 
+@pytest.mark.parametrize("ascii_only", [True, False])
+def test_one_json_list_is_refused_whatever_letters_its_field_has(
+    text: Project, tmp_path: Path, ascii_only: bool
+) -> None:
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps([{"texte édité": "a"}] * 3, ensure_ascii=ascii_only))
+    with pytest.raises(text.module("errors").UserError, match="is one JSON list"):
+        text.module("text").has_json_lines(path, "texte édité")
+
+
 def test_other_json_is_text_and_said_to_be(
     text: Project, tokenizer: Project, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -120,6 +120,30 @@ def test_a_crash_leaves_its_stacks_in_the_log(project: Project, tmp_path: Path, 
     assert sum("WARNING a warning" in line for line in lines) == 1
 
 
+NO_STREAMS = """
+import os, sys
+from of_logs.run import logs
+answer = os.dup(1)
+for descriptor in range(3):
+    os.close(descriptor)
+sys.stdin = sys.stdout = sys.stderr = None
+logs.log_to_console()
+logs.PACKAGE.warning("lost")
+print("lost")
+file = os.open("file", os.O_CREAT | os.O_WRONLY)
+os.write(answer, f"{file > 2} {[os.get_inheritable(n) for n in range(3)]}".encode())
+"""
+
+
+def test_what_is_written_without_streams_is_lost_and_goes_to_no_file(
+    project: Project, tmp_path: Path
+) -> None:
+    """Else the next file that is opened, perhaps of a checkpoint, would be descriptor 1 or 2."""
+    outcome = project.python("-c", NO_STREAMS, cwd=tmp_path)
+    assert outcome.stdout == "True [True, True, True]", outcome.stderr
+    assert not (tmp_path / "file").read_bytes()
+
+
 BROKEN = """
 from pathlib import Path
 from of_logs.distributed import Group

@@ -296,6 +296,9 @@ def test_what_forward_leaves_alone_is_not_named(project: Project) -> None:
     model[2](normed).pow(2).sum().backward()
     optimizer.step()
     assert state.changed_attributes(before, state.python_attributes(model)) == []
+    model.sizes["width"] = 5
+    changed = state.changed_attributes(before, state.python_attributes(model))
+    assert changed == ["sizes (dict of length 4)"]
 
 
 def test_models_of_libraries_are_not_named(project: Project) -> None:

@@ -156,9 +156,12 @@ def test_the_order_of_samples_is_that_of_earlier_releases(text: Project) -> None
     for size, wanted in (
         (7, [3, 6, 4, 0, 6, 3, 2, 5]),
         (1000, [713, 291, 135, 246, 282, 40, 8, 250]),
+        (4097, [323, 3, 3224, 222, 776, 2571, 995, 2947]),
         (10**6, [489772, 522608, 366574, 755729, 42953, 345582, 337943, 230182]),
     ):
         assert sampling.GlobalBatches(size, 8, seed=3).ids(5).tolist() == wanted
+    in_mixtures = sampling.GlobalBatches(1000, 8, 3, sampling.MIXTURE, 1)
+    assert in_mixtures.ids(5).tolist() == [421, 523, 524, 844, 549, 220, 563, 967]
     keys = [1096304176537845087, 682370450899765808, 2744041717036896072]
     assert sampling.sample_keys(3, np.arange(3)).tolist() == keys
     assert sampling.fixed_subset(10**6, 4).tolist() == [140063, 919950, 502981, 645244]

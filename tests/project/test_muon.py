@@ -40,14 +40,19 @@ def test_singular_values_become_alike_and_directions_stay(
 def test_it_has_the_matrices_of_the_blocks_and_no_other(project: Project) -> None:
     state = project.module("train").setup(project.config(**MUON))
     names = {parameter: name for name, parameter in state.model.named_parameters()}
+    # The number of matrices that one parameter holds, by name: q, k and v are three in one.
     own = {
-        names[p]
+        names[p]: group["matrices"]
         for group in state.optimizer.param_groups
         for p in group["params"]
         if group["matrices"]
     }
-    matrices = {n for p, n in names.items() if p.ndim == 2 and n.startswith("blocks.")}
-    assert own == matrices and "embedding.weight" in set(names.values()) - own
+    matrices = {
+        name: 3 if name.endswith(".qkv.weight") else 1
+        for p, name in names.items()
+        if p.ndim == 2 and name.startswith("blocks.")
+    }
+    assert own == matrices and "embedding.weight" in names.values() - own.keys()
     listed = [p for group in state.optimizer.param_groups for p in group["params"]]
     assert len(listed) == len(set(listed)) == len(names)
 

@@ -329,3 +329,24 @@ def test_an_optimizer_without_any_gradient_is_refused(
     monkeypatch.setattr(training, "build_optimizer", other)
     with pytest.raises(project.module("errors").UserError, match="no parameter in the optimizer"):
         training.run(project.config(run_dir=tmp_path, train__steps=2))
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_what_is_trained_may_change_on_a_single_rank_alone(project: Project, size: int) -> None:
+    """DDP and FSDP would not reduce the gradient of what is unfrozen during a run."""
+    error = project.module("errors").UserError
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    world = SimpleNamespace(size=size, rank=0)
+    state = SimpleNamespace(model=model, optimizer=optimizer, world=world)
+    callback = project.module("run.model_state").ModelState(state)
+    callback.before_step(state)
+    model[1].weight.requires_grad_(False)
+    if size == 1:
+        callback.before_step(state)
+    else:
+        with pytest.raises(error, match=r"^1\.weight was frozen or unfrozen"):
+            callback.before_step(state)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+    with pytest.raises(error, match="added to or removed from the optimizer"):
+        callback.before_step(state)

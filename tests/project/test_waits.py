@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 
 from tests.conftest import Project, project_fixture
 
@@ -69,6 +70,25 @@ def test_the_save_that_meets_a_failed_one_still_begins(
     state.loader.close()
     assert checkpointer.last_good == 2
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000002"]
+
+
+def test_a_save_whose_copy_fails_is_not_published(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = project.module("train").setup(project.config(device="cpu", run_dir=tmp_path))
+    group = project.module("distributed").Group(state.world)
+    checkpointer = project.module("resume").resume(state, tmp_path, group)
+
+    def fail() -> None:
+        raise MemoryError("no memory is left")
+
+    monkeypatch.setattr(checkpointer.writer.buffers, "finish", fail)
+    checkpointer.save(1)
+    with pytest.raises(project.module("errors").RankError, match="no memory is left"):
+        checkpointer.settle()
+    checkpointer.close()
+    state.loader.close()
+    assert not [*(tmp_path / "checkpoints").glob("step_*")]
 
 
 def test_a_failed_save_that_training_waited_for_is_counted(
@@ -231,3 +251,28 @@ def test_on_a_gpu_the_start_says_what_is_compiled(
     assert journal._model(state) == expected
     state.world.device = torch.device("cpu")
     assert "compile" not in journal._model(state)
+
+
+def test_a_parameter_that_no_backward_reaches_is_named(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the hooks of the last micro-batch or, if there is one alone, by its gradient."""
+    parallel = project.module("distributed.parallel")
+    error = project.module("errors").UserError
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    module = SimpleNamespace(module=parallel.DdpModule(model), find_unused_parameters=False)
+    monkeypatch.setattr(parallel, "DistributedDataParallel", SimpleNamespace)
+    state = SimpleNamespace(module=module, plan=[1])
+    x = torch.ones(1, 2)
+    model[0](x).sum().backward()
+    with pytest.raises(error, match=r"^the loss does not depend on 1\.weight: remove"):
+        parallel.require_gradients(state)
+    model(x).sum().backward()
+    parallel.require_gradients(state)
+    state.plan = [1, 2]
+    parallel.accumulate(state, last=True)
+    model[0](x).sum().backward()
+    with pytest.raises(error, match=r"^the loss of the last micro-batch does not depend on 1\.w"):
+        parallel.require_gradients(state)
+    module.find_unused_parameters = True
+    parallel.require_gradients(state)

@@ -86,7 +86,10 @@ class DdpModule(nn.Module):
         self.reached.clear()
 
     def forward(self, *given: Any, function: Callable[..., Any] = nn.Module.__call__) -> Any:
-        """Return `function(model, *given)`; without a function, `model(*given)`."""
+        """Return `function(model, *given)`.
+
+        The default function calls the model: the result is then `model(*given)`.
+        """
         return function(self.model, *given)
 
 
@@ -114,8 +117,8 @@ def wrap(
         find_unused_parameters=config.find_unused_parameters,
         gradient_as_bucket_view=True,
     )
-    # `agree_on_buffers` synchronizes buffers once per step instead of at each forward. This is set
-    # here, since the constructor would not copy rank 0's buffers if it were given False.
+    # The constructor has copied rank 0's buffers to all ranks, which it does only if this is True.
+    # From now on, `agree_on_buffers` synchronizes buffers once per step, and not each forward.
     module.broadcast_buffers = False
     return module
 
@@ -224,10 +227,10 @@ def divide_work(
     like: list[torch.Tensor],
     work: Callable[[list[torch.Tensor]], list[torch.Tensor]],
 ) -> list[torch.Tensor]:
-    """Apply `work` to matrices that all ranks hold: each matrix on one rank, which broadcasts it.
+    """Apply `work` to matrices: one rank computes each result, and broadcasts it; collective.
 
-    Collective. All broadcasts are started before the first one is waited for. Only sharded
-    parameters need `like`.
+    Every rank holds all matrices, and gets all results. All broadcasts are started before the first
+    one is waited for. Only sharded parameters need `like`.
     """
     if not dist.is_initialized():
         return work(matrices)

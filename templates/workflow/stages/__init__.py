@@ -49,8 +49,9 @@ def run_command(
 ) -> int:
     """Run one of `COMMANDS`; `parse(StageConfig)` turns the arguments into settings of that class.
 
-    The command `workflow` also passes `arguments` to the processes of its stages. It measures the
-    stage `measure_again` even if an earlier result of that stage could be reused.
+    The command `workflow` also passes `arguments` to the processes of its stages, and `fit` repeats
+    them in the command that it prints. `workflow` measures the stage `measure_again` even if an
+    earlier result of that stage could be reused.
     """
     if name == "fit":
         from .fit import FitConfig, fit

@@ -34,8 +34,9 @@ IMPORTED = time.time()
 # The number of steps of the short run, and of steps between its saves.
 STEPS = 12
 EVERY = 3
-# To time saves: the number of steps without a save, which are the reference, and of saves.
+# The number of steps without a save, whose time is the reference for the time of saves.
 QUIET_STEPS = 16
+# The number of saves that are timed.
 SAVES = 6
 # The number of steps trained during each later save, relative to those that fit into the first.
 SAVE_MARGIN = 1.5
@@ -49,8 +50,8 @@ def main(words: list[str]) -> int:
     task = words[1]
     settings = read_json(folder / "settings.json")
     changes = {"run_dir": folder / "run"}
-    # The short run starts from the same weights as this run. `load` leaves out --init-from and its
-    # settings, so read them here.
+    # The drill starts from the same weights as the run that is being checked. `load` leaves out
+    # --init-from and its settings, so read them here.
     for name in ("init_from", "init_strict", "init_new"):
         changes[name] = settings[name]
     config = override(load(folder / "settings.json", StageConfig), changes)
@@ -126,7 +127,10 @@ class Recorder:
 
 
 def kill_run() -> None:
-    """Kill this process. If torchrun started it, kill torchrun first, so that all ranks end."""
+    """Kill this process. If torchrun started it, kill torchrun first: all other ranks then end.
+
+    If torchrun survived, it would start the ranks again.
+    """
     if "RANK" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -148,6 +152,7 @@ def reload(config: Config, world: World, timed: bool) -> dict[str, Any]:
         with torch.no_grad():
             for tensor in state.model.state_dict().values():
                 tensor.fill_(7)
+        # The state keeps the checkpointer, which lists tensors even after it is closed.
         resume(state, config.directory, group).close()
     except UserError as error:
         # For example, the batch is too small for this many ranks.

@@ -198,7 +198,7 @@ def judge_efficiency(
         # Below 1/n, n ranks are slower than one.
         limit = 1 / most if scaling == "strong" else MIN_WEAK_EFFICIENCY
     wanted = "measured"
-    if limit:
+    if limit and most > 1:
         wanted = f"{most} ranks above {limit:.0%}"
     if reason:
         stage.check(name, None, measured=reason, wanted=wanted)

@@ -43,7 +43,7 @@ ON_GPU = (
     ("kernels", "kernel (?!.*(?i:nccl|nvshmem|multimem))|gpu_memset |gpu_memcpy .*DtoD"),
     # The remaining kernels are those of collectives.
     ("communication", "kernel "),
-    # The remaining copies are those between the host and the device.
+    # The remaining copies are to or from the host or another device.
     ("copies", "gpu_memcpy "),
     # The loader reads, or waits for its workers.
     ("data", f"user_annotation {WAITING}$"),
@@ -58,7 +58,8 @@ ON_CPU = (
     # they include hooks, which may wait for other ranks. Compiled code has events of its own.
     ("kernels", rf"cpu_op (?!(torch::)?autograd::).*::|\w+ {COMPILED}"),
     # An event such as `gloo:all_reduce` is on a thread of gloo, and lasts from the call to the end
-    # of the collective. So it counts only while the training thread runs no operator.
+    # of the collective. Meanwhile the training thread may compute. Since this pattern comes last,
+    # the event counts only while that thread runs no operator.
     ("communication", r"\w+ (gloo|mpi|ucc):"),
 )
 
@@ -232,11 +233,11 @@ def longest_gap(edges: np.ndarray, owners: np.ndarray) -> HostGap:
     no interval belongs to the host, the gap has the length 0.
     """
     longest = HostGap(0.0, 0.0, 0.0)
-    # Add False at both ends. Then the values change once where a gap starts, and once where it
-    # ends, and change i is at edge i. So these edges are the start and the end of each gap in turn.
+    # With a False at both ends, `of_host[i]` and `of_host[i + 1]` tell whether the intervals before
+    # and after edge i belong to the host. Where they differ, a gap starts or ends.
     of_host = np.concatenate([[False], owners == HOST, [False]])
-    changes = np.flatnonzero(np.diff(of_host))
-    for start, end in edges[changes].reshape(-1, 2).tolist():
+    borders = edges[of_host[:-1] != of_host[1:]]
+    for start, end in borders.reshape(-1, 2).tolist():
         longest = max(longest, HostGap(end - start, start, end))
     return longest
 

@@ -85,7 +85,8 @@ class _Draws(Dataset):
         draw, batch_slice = item
         source = self.source
         if draw > 0:
-            # `draws` of a source is the key of its random numbers: give a copy another key.
+            # In a source, `draws` is not a count: it is the key of the random numbers. Give another
+            # key to a copy.
             source = copy.copy(source)
             source.draws = stream_key(source.draws, draw)
         micro_batch = MicroBatch(indices=batch_slice.samples, weight=1.0)
@@ -171,7 +172,7 @@ class Comparison:
         return TOLERANCE + 4 * self._largest_error() > TOO_RANDOM
 
     def _largest_error(self) -> float:
-        """Return the largest standard error of a sum or count that is a number."""
+        """Return the largest standard error of the sums and counts that are not NaN."""
         return float(self.standard_error.nan_to_num(nan=0.0).max())
 
     @property
@@ -279,8 +280,8 @@ def warn_unless_sums_add_up(state: "State") -> None:
 def _find_difference(state: "State", samples: int) -> tuple[Comparison, int] | None:
     """Evaluate a batch and its halves; return the first sum that does not add up, if there is one.
 
-    One draw is enough if all sums add up. If not, a second one shows whether the model is random;
-    if it is, only the means of many draws tell.
+    One draw is enough if all sums add up. If not, a second one shows whether the model or its data
+    is random; if so, only the means of many draws tell.
     """
     for draws in (1, 2, DRAWS):
         evaluation = _try_evaluate(state, samples, draws)
@@ -357,7 +358,6 @@ def _any_failed(problem: Exception | None, world: World) -> bool:
 @contextlib.contextmanager
 def unchanged(state: "State") -> Iterator[None]:
     """Restore modes, buffers and random states after the block, which runs in evaluation mode."""
-    # `state.module` is what wraps `state.model`, under DDP for example.
     # Each buffer, with the dictionary and the name under which its module holds it.
     buffers: list[tuple[dict[str, Any], str, Any]] = []
     copies: list[Any] = []
@@ -369,6 +369,7 @@ def unchanged(state: "State") -> Iterator[None]:
     numpy_numbers = np.random.get_state()
     devices = [state.world.device] if state.world.device.type == "cuda" else []
     try:
+        # `state.module` may wrap `state.model`, as under DDP: the mode is a property of both.
         with torch.random.fork_rng(devices), evaluation_mode(state.module), without_compilation():
             yield
     finally:

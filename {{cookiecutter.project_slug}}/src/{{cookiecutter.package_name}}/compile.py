@@ -28,7 +28,7 @@ class CompileConfig:
     """Settings of torch.compile."""
 
     mode: Literal["none", "blocks", "full"] = "none"
-    """none; blocks: each module of blocks(model), identical ones once; full: the whole model."""
+    """none; blocks: blocks(model) one by one, each kind once; full: the model as a whole."""
     dynamic: bool | None = None
     """Dynamic shapes: from the start (True), never (False), or once shapes vary (None)."""
     autotune: bool = False
@@ -49,13 +49,13 @@ def recomputed_forward(block: nn.Module) -> Callable[..., Any]:
     """Wrap a block's forward so that backward recomputes its activations."""
     forward = block.forward
     # A forward may change persistent buffers, such as batch statistics. Backward must recompute the
-    # forward with their earlier values, and must not change them a second time. A state dictionary
-    # has the persistent buffers only.
+    # forward with their earlier values, and must not change them a second time. Only persistent
+    # buffers are both in the state dictionary and in `named_buffers`.
     buffer_names = block.state_dict().keys() & dict(block.named_buffers()).keys()
 
     def recomputed(*arguments: Any, **named: Any) -> Any:
-        # Compiled code needs none of this: it changes a buffer only once, even though backward
-        # recomputes the forward.
+        # Compiled code does both by itself: it recomputes with the earlier values, and changes a
+        # buffer only once.
         if buffer_names and not torch.compiler.is_compiling():
             before = {name: block.get_buffer(name).clone() for name in buffer_names}
 
@@ -101,8 +101,8 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
         return
     targets = [model] if mode == "full" else list(blocks)
     if targets:
-        # By default torch keeps only the metrics of the last 64 compilations, but `compile_summary`
-        # counts all of them.
+        # By default torch keeps only the metrics of the last 64 compilations. `compile_summary`
+        # needs those of all, and 4096 are more than a run can have.
         torch._dynamo.utils.set_compilation_metrics_limit(4096)
         # DDP can split a compiled graph at the boundaries of its buckets. For a whole model, this
         # lets communication overlap with backward. Blocks are separate graphs already.
@@ -135,8 +135,8 @@ class Compiling:
     """Callback for runs that compile: holds back stop signals and logs a summary at the end."""
 
     # A stop signal often goes to all processes of a job. It would kill the compiler's subprocesses,
-    # and the step would fail. So this process blocks the signal while the compiler works, and
-    # subprocesses inherit the block. This process gets the signal once the compiler is done.
+    # and the step would fail. So the training thread blocks the signal while the compiler works,
+    # and subprocesses inherit the block. This process gets the signal once the compiler is done.
     def __enter__(self) -> "Compiling":
         handler = torch._dynamo.callback_handler
         handler.register_start_callback(self._block)

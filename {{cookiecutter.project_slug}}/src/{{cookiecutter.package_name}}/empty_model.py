@@ -36,9 +36,10 @@ def build_without_values(
     problem = ""
     model: Any = None
     try:
-        # If the path is a run or a checkpoint, leave `model` None and build with values below,
-        # since it may lack weights and must be verified first. Do the same for a folder that lacks
-        # files: resume.py reads it later, and raises the error.
+        # Only plain weights can be read later without a check. A run or a checkpoint may lack
+        # weights, and must be verified first. For these, and for a folder that lacks files,
+        # `is_plain_weights` returns False: `model` stays None, and the model is built with values
+        # below. For the folder, resume.py later raises the error.
         if is_plain_weights(path):
             # The tensors of the file or files by name, memory-mapped.
             stored = OneFile(path).forms

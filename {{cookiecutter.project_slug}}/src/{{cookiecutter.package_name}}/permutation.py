@@ -1,4 +1,4 @@
-"""Compute random 64-bit words and random permutations from keys, without storing them.
+"""Compute random 64-bit words and random permutations from keys; large ones are never stored.
 
 A word is a function of its key and index; an element of a permutation is a function of its key and
 position. So any element is available in O(1), for a domain of any size.
@@ -41,11 +41,12 @@ def random_words(key: int, indices: np.ndarray) -> np.ndarray:
 
 
 class Permutation:
-    """A keyed bijection of 0 ... size - 1, computed only at the positions that are read.
+    """A keyed bijection of 0 ... size - 1, which is a table if it is small.
 
-    It is a balanced Feistel network (Luby and Rackoff, 1988) over as many bits as `size - 1` needs,
-    or one more, so that both halves have the same number. It is repeated until the result is
-    inside the domain (cycle walking, Black and Rogaway, 2002: fewer than four times on average).
+    A large one is computed only at the positions that are read. It is a balanced Feistel network
+    (Luby and Rackoff, 1988) over as many bits as `size - 1` needs, or one more, so that both halves
+    have the same number. It is repeated until the result is inside the domain (cycle walking, Black
+    and Rogaway, 2002: fewer than four times on average).
     """
 
     def __init__(self, size: int, key: int) -> None:
@@ -67,9 +68,10 @@ class Permutation:
         """Map positions in an epoch (int64, one axis) to sample ids (int64)."""
         if self.table is not None:
             return self.table[positions]
-        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. Results
-        # outside the domain are encrypted again until they are inside. So a position gets the next
-        # id inside, in its cycle of the permutation. No two positions have the same next id.
+        # The cipher permutes 0 ... 4^half - 1, up to four times as many values as `size`. A result
+        # that is not below `size` is encrypted again until it is. This follows the cycle of the
+        # cipher from each position to the next value below `size`. Two positions never reach the
+        # same value, so the result is a permutation of 0 ... size - 1.
         values = self._encrypt(positions.astype(np.uint64))
         outside = np.flatnonzero(values >= self.size)
         while outside.size:

@@ -13,14 +13,17 @@ from .publish import best_by_validation
 
 @dataclass(frozen=True)
 class Listing:
-    """The lines to print about a run's checkpoints, and whether any, or their base, is damaged."""
+    """The lines to print about a run's checkpoints, and whether any, or their base, is damaged.
+
+    Checkpoints that an earlier resume set aside do not count as damaged.
+    """
 
     lines: list[str]
     any_damaged: bool
 
 
 def list_checkpoints(run_dir: Path) -> Listing:
-    """Verify every byte of each checkpoint of a run; return a line for each checkpoint."""
+    """Verify every byte of each checkpoint of a run; return lines for them and their base."""
     directory = checkpoints_of(storage_path(run_dir))
     good: dict[Place, dict[str, Any]] = {}
     problems_of: dict[Place, list[str]] = {}
@@ -29,6 +32,7 @@ def list_checkpoints(run_dir: Path) -> Listing:
         problems_of[path] = problems
         if not problems:
             good[path] = manifest
+    # `damaged` lists the checkpoints that an earlier resume found damaged, and set aside.
     if not problems_of and not damaged(directory):
         raise UserError(f"there are no checkpoints in {directory}: train first")
     best = best_by_validation({path: manifest["score"] for path, manifest in good.items()})
@@ -46,11 +50,10 @@ def list_checkpoints(run_dir: Path) -> Listing:
             # pruned it since it was found.
             any_damaged = True
             lines.append(f"{path.name}  DAMAGED  {'; '.join(problems)}")
-    # An earlier resume found these damaged, and renamed them.
     for name in damaged(directory):
         lines.append(f"{name}  set aside")
-    # If several checkpoints have a base, it is the same one, so check it once. The newest of them
-    # knows where it is, since it may have moved after the others were saved.
+    # All checkpoints that have a base have the same one, so check it once. Take its path from the
+    # newest of them, since the base may have moved after the older ones were saved.
     for manifest in reversed(good.values()):
         if "base" in manifest:
             problem = _problem_of_base(manifest, run_dir)
