@@ -372,6 +372,27 @@ def test_the_environment_is_set_in_one_place_and_the_users_own_wins(
         assert not any(f'"{name}"' in path.read_text("utf-8") for name in ours), path
 
 
+def test_a_report_that_fails_still_says_why_the_run_ends(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = project.module("distributed.watchdog")
+    group = project.module("distributed").Group()
+    said: list[str] = []
+    ended: list[int] = []
+
+    def fail(waited: float) -> None:
+        raise RuntimeError("the process group is gone")
+
+    monkeypatch.setattr(group, "say", said.append)
+    watchdog = module.Watchdog(tmp_path, group)
+    monkeypatch.setattr(watchdog, "_report", fail)
+    monkeypatch.setattr(module.os, "_exit", ended.append)
+    watchdog._end(60.0)
+    assert ended == [1]
+    (text,) = said
+    assert text.endswith("the report failed: RuntimeError: the process group is gone")
+
+
 def test_hosts_wait_long_but_while_stepping(
     project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

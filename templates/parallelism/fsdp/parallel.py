@@ -86,7 +86,8 @@ def build(make: Callable[[], nn.Module], world: World) -> nn.Module:
 
     This way only rank 0 holds the whole model. `wrap` later sends the values to the other ranks.
     But a rank that cannot build the model on `meta` builds it with values, and rank 0 logs a
-    warning. If a rank cannot build the model at all, the error ends its process, and so the run.
+    warning. If a rank cannot build the model at all, the error ends its process. The other ranks
+    wait for it at the next collective, until torchrun ends them.
     """
     if world.size == 1:
         return make()

@@ -247,7 +247,10 @@ class Group:
             self.wait_for_exchange()
 
     def maximum(self, values: Sequence[float]) -> Callable[[], list[float]]:
-        """Start an element-wise maximum over the ranks; return a function that waits for it."""
+        """Start an element-wise maximum over the ranks; return a function that waits for it.
+
+        That function raises RankError if a rank is gone, or does not answer in time.
+        """
         _require_outside("maximum")
         tensor = torch.tensor(values, dtype=torch.float64)
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)

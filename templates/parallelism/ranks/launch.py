@@ -81,6 +81,7 @@ class Agent(LocalElasticAgent):
             return result
         endings = []
         for rank, failure in result.failures.items():
+            # Ranks that end with TO_BE_RESTARTED have not failed: another machine is leaving.
             if failure.exitcode != TO_BE_RESTARTED:
                 endings.append(ending(rank, failure))
         if endings:
@@ -94,8 +95,8 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
         elif result.failures:
-            # Another machine is leaving, so the ranks here have ended with TO_BE_RESTARTED.
-            # torchrun takes that for a failure, which uses up a restart, so add one.
+            # All ranks here have ended with TO_BE_RESTARTED. torchrun takes that for a failure,
+            # which uses up a restart, so add one.
             self._remaining_restarts += 1
         return result
 
@@ -130,7 +131,8 @@ def on_one_machine(folder: str) -> list[str]:
     prefer(ON_LOOPBACK)
     options = ["--nnodes", "1", "--local-addr", LOOPBACK]
     options += ["--rdzv-backend", "c10d", "--rdzv-endpoint", f"{folder}/store"]
-    # Only other machines need heartbeats, and each one makes the file grow. So send one a day.
+    # Heartbeats are for other machines, and each heartbeat makes the store's file grow. So send
+    # one a day.
     options += ["--rdzv-conf", "store_type=file,keep_alive_interval=86400"]
     return options
 

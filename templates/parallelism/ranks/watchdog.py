@@ -52,11 +52,12 @@ SUSPENDED_SECONDS = 5.0
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks that watch the ranks, to call before and after the journal."""
+    """Return the callbacks to call before the journal, and those after it: here there are none."""
     before: list[Any] = []
+    after: list[Any] = []
     if state.world.distributed:
         before.append(Watchdog(run_dir, group))
-    return before, []
+    return before, after
 
 
 class Watchdog:
@@ -90,7 +91,7 @@ class Watchdog:
         self.over.set()
 
     def before_step(self, state: "State") -> None:
-        """From the second step on, note for errors.py that a step and its callbacks are done."""
+        """Note for errors.py that the previous step and its callbacks are done."""
         if self.stepping:
             note_step()
 
@@ -119,19 +120,21 @@ class Watchdog:
             # kernel does that (world.py).
             if sys.platform != "linux" and os.getppid() != self.parent:
                 os._exit(1)
-            # Read `phases` before `resumed`, since the end of a phase sets `resumed` before
-            # `phases`. In the other order, a long save could count as a part of a step.
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())
             # Each exchange restarts the clock. There is one before each batch of a validation, so a
             # whole validation may take hours.
+            # At the end of a phase, the training thread first sets `resumed`, then changes
+            # `phases`. Here `phases` is read first: in the other order, the short limit could meet
+            # the start of a long phase.
             began = max(self.began, self.group.resumed, self.group.exchanged)
             # If this process was suspended, perhaps the whole job was. That is not a hang, so the
             # time of the suspension does not count.
             asleep = now - last_awake
             if asleep > SUSPENDED_SECONDS:
                 began += asleep
+                # The next rounds of this loop must not count it either.
                 self.began = began
             last_awake = now
             waited = now - began
@@ -146,9 +149,10 @@ class Watchdog:
         """Report, and end the process even if the report fails."""
         try:
             self._report(waited)
-        except OSError as error:
-            # The disk may be what hangs.
-            self.group.say(f"error: no step finished in time; the report failed: {error}")
+        except Exception as error:
+            # For example, the disk may be what hangs.
+            reason = f"{type(error).__name__}: {error}"
+            self.group.say(f"error: no step finished in time; the report failed: {reason}")
         finally:
             os._exit(1)
 

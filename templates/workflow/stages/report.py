@@ -157,7 +157,8 @@ def read_sample(path: Path) -> Sample:
 
 def section(run_dir: Path, name: str) -> JsonObject:
     """Return the page's content for a stage, even if its file is missing or damaged."""
-    # The help of a stage is "SUMMARY: DETAILS.", and the page shows only the summary.
+    # The help of a stage is "SUMMARY: DETAILS.", and the page shows only the summary. RECOMMENDED
+    # is not a stage and has no help, but its file has the form of a stage's results.
     about, _, _ = STAGES.get(name, "").partition(":")
     page = {"about": about, "command": command_for(name, run_dir)}
     try:
@@ -210,8 +211,8 @@ def pictures_of(name: str, figures: JsonObject) -> list[plots.Picture]:
         return [operators_picture(figures)]
     if name == "scale":
         return scale_pictures(figures)
-    # This figure is from the checkpoint stage, which lacks it if one of its processes failed early.
-    if "interval_seconds" in figures:
+    # The checkpoint stage has nothing to draw if one of its processes failed early.
+    if name == "checkpoint" and "interval_seconds" in figures:
         return [recovery_picture(figures)]
     return []
 
@@ -237,6 +238,7 @@ def scale_pictures(figures: JsonObject) -> list[plots.Picture]:
     rows: list[plots.Bar] = []
     for count, record in records.items():
         megabytes = record["memory"]["measured"] / 1e6
+        # Below the title, this reads as "memory of a rank of 4".
         rows.append(plots.Bar(f"of {count}", megabytes))
     memory = plots.picture("Memory of a rank", plots.bars, rows, "MB", plots.four_digits)
     return [throughput, memory]

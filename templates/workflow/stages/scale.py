@@ -78,8 +78,8 @@ def measure(config: StageConfig) -> int:
         # `records` has the results of all sizes before the one that failed.
         failed_size = sizes[len(records)]
         failed = f"{named(failed_size, 'process')} ran out of memory"
-        # None: the check neither passed nor failed. Too little memory is a result of the
-        # measurement.
+        # Do not let the stage fail, since it has found what it looks for: how many ranks this model
+        # needs. None means that the check neither passed nor failed.
         stage.check("memory", None, measured=failed, wanted="measured", advice=f"try {LESS_MEMORY}")
         if parallel.SHARDED:
             fit = command_for("fit", config.directory)
@@ -195,7 +195,7 @@ def judge_efficiency(
     # Without a limit, every efficiency passes.
     limit = 0.0
     if device == "cuda":
-        # Below 1/n, n ranks are slower than one.
+        # If the strong efficiency is below 1/n, a step on n ranks takes longer than on one.
         limit = 1 / most if scaling == "strong" else MIN_WEAK_EFFICIENCY
     wanted = "measured"
     if limit and most > 1:
@@ -339,7 +339,7 @@ def compare(config: Config, world: World) -> dict[str, Any]:
     for _ in range(COMPARED):
         losses.append(float(record_steps(state, 1).losses[0]))
         norms.append(float(state.grad_norm))
-    # The default of torch, as "highest" is for matrix products.
+    # Restore torch's default. For matrix products, "highest" is the default already.
     torch.backends.cudnn.allow_tf32 = True
     state.loader.close()
     return {"losses": losses, "gradient_norms": norms, "random": has_drawn(state)}

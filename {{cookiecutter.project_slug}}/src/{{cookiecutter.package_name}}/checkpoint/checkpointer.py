@@ -243,7 +243,10 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         self.facts = {**self.facts, "base": base.entry}
 
     def tensors_to_save(self) -> Tensors:
-        """Return the tensors of a checkpoint: all except those in its base."""
+        """Return the tensors of a checkpoint: all except those in its base; collective.
+
+        Raises UserError, on every rank, if any rank finds that the base has changed.
+        """
         tensors = self.tensors()
         if self.base is not None:
             with self.group.together():
@@ -292,9 +295,11 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         return manifest["step"]
 
     def load(self, path: Place, manifest: dict[str, Any], reset_optimizer: bool = False) -> None:
-        """Load the tensors of a verified checkpoint into the model and the optimizer.
+        """Load the tensors of a verified checkpoint into the model and the optimizer; collective.
 
-        Collective. Raises UserError if optimizer state would be lost, unless `reset_optimizer`.
+        Raises RankError, on every rank, if any rank cannot read the checkpoint. Then the model may
+        be loaded in part. Raises UserError if optimizer state would be lost, unless
+        `reset_optimizer`: on every rank, since the names of the tensors are the same on all.
         """
         # A new optimizer has no tensors yet into which its state could be read.
         create_optimizer_state(self.optimizer)
@@ -316,6 +321,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
             if must_not_be_lost(name):
                 lost.add(name)
         if missing:
+            # If the checkpoint has only a part of a parameter's state, not even this part is
+            # loaded: it is lost.
             lost |= self._remove_unsaved_state(missing)
         if lost and not reset_optimizer:
             self._refuse_to_lose(lost, path, manifest)

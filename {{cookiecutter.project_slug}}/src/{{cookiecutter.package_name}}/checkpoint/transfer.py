@@ -133,8 +133,9 @@ def find_checkpoint(
     `where` is a checkpoint, or a run in which `step` selects one (None: the newest good one). It
     may also be a file of torch.save or safetensors, or a folder of safetensors or DCP. Such files
     have no manifest, so they are not verified, and {} is returned as their manifest. `base` is the
-    new path of the weights that the checkpoint leaves out, if they have moved. Collective with a
-    `group`. Does not move or remove any checkpoint. Raises UserError if no checkpoint is good.
+    new path of the weights that the checkpoint leaves out, if they have moved. Does not move or
+    remove any checkpoint. Collective with a `group`: then errors are raised on every rank. Raises
+    UserError if no checkpoint is good, and RankError if a rank cannot read one.
     """
     group = group or Group()
     where = storage_path(where)
@@ -182,7 +183,10 @@ def _why_none_is_good(where: Place, step: Step, tried: list[Place]) -> str:
 
 
 def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
-    """Return the paths for `find_checkpoint` to try in order, and whether they have manifests."""
+    """Return the paths for `find_checkpoint` to try in order, and whether they have manifests.
+
+    Only rank 0 calls this; `find_checkpoint` raises its errors on every rank.
+    """
     if not where.exists():
         raise UserError(f"{where} does not exist: give the path of a run, checkpoint or file")
     if (where / MANIFEST).exists():
