@@ -123,6 +123,31 @@ def test_a_model_too_large_for_one_process(
     assert "ZeroDivisionError" in project.refuses("scale", *project.settings)
 
 
+def test_too_little_memory_for_float32_costs_the_comparison_alone(
+    project: Project, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scale, errors = project.module("workflow.scale"), project.module("errors")
+
+    def compare(*arguments: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def run_task(module: str, folder: Path, task: str, **options: Any) -> None:
+        monkeypatch.setattr(scale.sys, "argv", ["scale", str(folder)])
+        try:
+            scale.main()
+        except torch.OutOfMemoryError as error:
+            raise errors.RankError(f"it ended with exit code 1:\n{error}") from error
+
+    monkeypatch.setattr(scale, "compare", compare)
+    monkeypatch.setattr(scale, "run_task", run_task)
+    project("scale", *project.settings, "--workflow.ranks", "1", "--name", "tight")
+    content = stage_of(project, "tight")
+    assert statuses(content)["memory"] == "pass"
+    measured = {check["name"]: check["measured"] for check in content["checks"]}
+    assert "float32, in which losses are compared, ran out of memory" in measured["same_losses"]
+    assert content["figures"]["ranks"]["1"]["strong"]["samples_per_second"] > 0
+
+
 def test_numbers_of_processes(project: Project, sharded: Project) -> None:
     def sizes(which: Project, **changes: Any) -> tuple[list[int], str]:
         scale = which.module("workflow.scale")

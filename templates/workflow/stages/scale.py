@@ -20,7 +20,7 @@ from ..config import Config, load, override
 from ..device import pick_device
 from ..distributed import Group, World, join, leave, parallel
 from ..errors import RankError, command_for, run_main
-from ..files import to_json, write_json
+from ..files import read_json, to_json, write_json
 from ..run.hardware import in_units, usable_cores
 from ..sampling import STEP, seed_random
 from ..train import State, setup
@@ -73,7 +73,7 @@ def measure(config: StageConfig) -> int:
             for ranks in sizes:
                 records[ranks] = run_ranks(Path(folder), ranks, threads)
     except RankError as error:
-        if "out of memory" not in str(error).lower():
+        if not is_out_of_memory(error):
             raise
         # `records` has the results of all sizes before the one that failed.
         failed_size = sizes[len(records)]
@@ -125,13 +125,25 @@ def run_ranks(folder: Path, ranks: int, threads: int) -> dict[str, Any]:
     print(f"     {named(ranks, 'process')}, {named(threads, 'thread')} each …", flush=True)
     # `run_task` returns the content of the result file, whose name is this number.
     name = str(ranks)
-    record = run_task(
-        "scale", folder, name, ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
-    )
+    file = folder / f"{name}.json"
+    try:
+        record = run_task(
+            "scale", folder, name, ranks=ranks, seconds=TIMEOUT, OMP_NUM_THREADS=str(threads)
+        )
+    except RankError as error:
+        # The file already exists if only the steps in float32 ran out of memory: see `main`.
+        if not is_out_of_memory(error) or not file.exists():
+            raise
+        record = read_json(file)
     strong = record["strong"]["samples_per_second"]
     weak = record["weak"]["samples_per_second"]
     print(f"     {strong:,.0f} samples/s, {weak:,.0f} with a batch for each rank", flush=True)
     return record
+
+
+def is_out_of_memory(error: RankError) -> bool:
+    """Return whether a process failed because a device had too little memory."""
+    return "out of memory" in str(error).lower()
 
 
 def judge_losses(stage: Stage, records: Records, reason: str) -> None:
@@ -143,7 +155,9 @@ def judge_losses(stage: Stage, records: Records, reason: str) -> None:
     # Dropout and batch statistics are off, so the limits allow only for another order of summation.
     text = "losses differ by up to {losses:.1e}, gradient norms by up to {gradient_norms:.1e}"
     wanted = text.format(**TOLERANCE)
-    if one["random"]:
+    if not all("losses" in record for record in records.values()):
+        reason = "not measured: float32, in which losses are compared, ran out of memory"
+    elif one["random"]:
         reason = "not applicable: the model draws random numbers in evaluation mode too"
     if need_not_add_up():
         reason = "not applicable: model.py declares ADDS_UP = False"
@@ -258,15 +272,20 @@ def main() -> int:
     folder = Path(sys.argv[1])
     config = load(folder / "settings.json", StageConfig)
     world = join(config.parallel, config.device)
+    file = folder / f"{world.size}.json"
     record = examine(config, world)
     if world.rank == 0:
-        write_json(folder / f"{world.size}.json", record)
+        write_json(file, record)
+    # These steps in float32 may need more memory than there is. Then the file remains as it is.
+    record |= compare(config, world)
+    if world.rank == 0:
+        write_json(file, record)
     leave(world)
     return 0
 
 
 def examine(config: Config, world: World) -> dict[str, Any]:
-    """Measure speed, memory and losses on this number of ranks."""
+    """Measure speed and memory on this number of ranks."""
     state = setup(config, world)
     group = Group(world)
     # The first two steps warm up; the third one shows how long a step takes.
@@ -278,7 +297,7 @@ def examine(config: Config, world: World) -> dict[str, Any]:
     strong = time_steps(state, steps)
     # A single process has the same batch for weak scaling.
     weak = strong
-    # Read the peak now: the larger batch and float32, which follow, need more memory.
+    # Read the peak now: the larger batch, which follows, may need more memory.
     peak = max(group.gather(peak_memory(world.device)))
     # Free this model before the next one is built.
     del state
@@ -290,8 +309,7 @@ def examine(config: Config, world: World) -> dict[str, Any]:
         weak = time_steps(state, steps)
         del state
         gc.collect()
-    record = {"strong": strong, "weak": weak, "memory": {"measured": peak}}
-    return record | compare(config, world)
+    return {"strong": strong, "weak": weak, "memory": {"measured": peak}}
 
 
 def time_steps(state: State, steps: int) -> dict[str, Any]:
