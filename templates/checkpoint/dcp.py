@@ -122,8 +122,8 @@ class DcpWriter(dcp.FileSystemWriter):
     """
 
     def __init__(self, folder: Path, files: int) -> None:
-        # The publisher syncs the files, so DCP need not. DCP must not copy ahead, since it would
-        # first wait for the training stream.
+        # The publisher syncs the files, so DCP need not. If DCP copied ahead of writing, it could
+        # wait for the training stream, even for tensors that are already on the host.
         super().__init__(folder, sync_files=False, thread_count=files, per_thread_copy_ahead=0)
         # DCP opens all files with `create_stream`: replace it.
         cast(Any, self.fs).create_stream = self.create
@@ -184,7 +184,10 @@ def forget_plans(cache: str) -> None:
 
 
 def write_tensors(folder: Path, tensors: Tensors, group: Group) -> list[str]:
-    """Write one checkpoint and return the names of this rank's files; collective."""
+    """Write one checkpoint and return the names of this rank's files; collective.
+
+    An error on any rank is raised on all of them.
+    """
     return DcpSaver(group).write(folder, tensors)
 
 
@@ -195,7 +198,8 @@ def divided(tensors: Tensors, group: Group) -> Tensors:
     smallest, each to the holder that has the least to write so far. So all holders write about the
     same number of bytes. All of them compute the same assignment, without communication.
     """
-    # Maps a number of holders to the bytes that each of these holders writes so far.
+    # For each number of holders, the bytes that each holder writes so far. Tensors with different
+    # numbers of holders are balanced separately.
     loads: dict[int, list[int]] = {}
     mine: set[str] = set()
     sizes = {name: tensor.nbytes for name, tensor in tensors.items()}
@@ -238,9 +242,10 @@ class DcpDirectory:
                     self.forms[name] = torch.empty(entry.size, dtype=dtype, device="meta")
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values into tensors of the run; into sharded tensors, only this rank's shard.
+        """Fill `targets`, which are tensors of the run, with the saved values; collective.
 
-        Collective. Raises CheckpointError, on every rank, when any rank failed.
+        If a target is sharded, each rank reads only its own shard. Raises CheckpointError, on every
+        rank, when any rank failed.
         """
         with group.together():
             check_shapes(self.forms, targets)
@@ -294,7 +299,7 @@ class IndexUnpickler(pickle._Unpickler):
         return getattr(importlib.import_module(module), name)
 
     def load_build(self) -> None:
-        """Set attributes of an object; refuse to change a class, which other code uses, too."""
+        """Set attributes of an object; refuse a class or function, which other code uses, too."""
         # The top of the stack has the attributes; the entry below it is the object to change.
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")

@@ -3,9 +3,11 @@
 A save first copies this rank's tensors into host buffers (staging.py). The copies overlap with the
 next forward and backward, which only read the parameters. Before the optimizer changes parameters,
 it waits for the copies. A thread then writes and hashes the files and publishes the checkpoint,
-using its own process group. Only one save is in flight at a time. A save that fails on one rank
-fails on all of them. The training loop passes `failed` to `Stop.poll`, which sends it to all ranks.
-Then all of them call `settle`, which raises the error.
+using its own process group. Only one save is in flight at a time.
+
+A save that fails on one rank fails on all of them, but their threads may notice at different steps.
+So the training loop passes `failed` to `Stop.poll`, which sends it to all ranks. After the same
+step, all of them call `settle`, which raises the error.
 """
 
 import logging
@@ -140,7 +142,10 @@ class Writer:
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
-        """Write the copies and return the names of this rank's files; collective."""
+        """Write the copies and return the names of this rank's files; collective.
+
+        An error on any rank is raised on all of them.
+        """
         return self.saver.write(folder, self.staged)
 
     def wait_until_staged(self) -> None:

@@ -60,7 +60,10 @@ class Writer:
         refuse_nan(self.staged, self.model)
 
     def write(self, folder: Path) -> list[str]:
-        """Write the tensors and return the names of this rank's files; collective."""
+        """Write the tensors and return the names of this rank's files; collective.
+
+        An error on any rank is raised on all of them.
+        """
         return write_tensors(folder, self.staged, self.group)
 
     def wait_until_staged(self) -> None:

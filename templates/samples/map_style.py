@@ -350,10 +350,11 @@ class Loader:
                 if isinstance(error, OSError | EOFError):
                     raise_if_a_worker_died()
                 # A timeout of DataLoader only means that `POLL` seconds are over: check for a stop
-                # signal, then wait again. Any other error ends the run. A dead pinning thread ends
-                # it, too: DataLoader does not check that thread if it has a timeout.
+                # signal, then wait again. Any other error ends the run.
                 timed_out = str(error).startswith("DataLoader timed out")
-                # Without pinning there is no such thread: check the main thread, always alive.
+                # If the thread that pins batches has died, no batch will come, so the run ends,
+                # too. With a timeout, DataLoader itself does not check that thread. Without
+                # pinning, check the main thread instead, which is always alive.
                 pinning = getattr(self.iterator, "_pin_memory_thread", threading.main_thread())
                 if not timed_out or not pinning.is_alive():
                     raise
@@ -365,8 +366,9 @@ class Loader:
         """Return how many seconds longer than `PATIENCE` a stop has waited; negative if shorter."""
         if self.stop is None:
             return -math.inf
-        # Count from the signal, or from the request for the batch if that came later. Either time
-        # is infinite if there is none, and then the result is -infinity.
+        # Count from the signal, or from the request for the batch if that came later. Before a
+        # signal `received_at` is infinite, and between waits `asked` is. Then this returns
+        # -infinity.
         waits_since = max(self.stop.received_at, self.asked)
         return time.monotonic() - waits_since - PATIENCE
 
@@ -438,8 +440,9 @@ class Loader:
                 self.iterator._worker_pids_set = False
                 for worker in self.iterator._workers:
                     worker.kill()
-            # The iterator's finalizer also stops the workers, but a traceback can keep the iterator
-            # alive. At exit, Python would then wait for the workers, which ignore its SIGTERM.
+            # The iterator's finalizer would also stop the workers, but a traceback can keep the
+            # iterator alive. At exit, Python would then send SIGTERM to the workers, which ignore
+            # it, and then wait for them. So stop them here.
             try:
                 self.iterator._shutdown_workers()
             finally:
@@ -454,6 +457,8 @@ def _set_up_worker(worker: int) -> None:
     # needs them to finish its step before it saves.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
+    # A queue sends the worker's batches from a thread. If that fails, the thread calls this method.
+    # Python's own method would only print the error.
     Queue._on_queue_feeder_error = _send_error  # type: ignore[attr-defined]
 
 

@@ -125,7 +125,7 @@ class Joined:
     def __init__(self, datasets: Sequence[Any], weights: Mapping[str, int]) -> None:
         self.datasets = datasets
         self.weights = weights
-        # For each dataset, its last id plus one.
+        # Ids run on from one dataset to the next. For each dataset, its last id plus one.
         self.ends = np.cumsum([len(dataset) for dataset in datasets])
         # `fetch` (sampling.py) seeds random numbers unless this is False.
         self.draws = any(getattr(dataset, "draws", True) for dataset in datasets)

@@ -61,7 +61,8 @@ class StreamLoader(Loader):
     """Loads this rank's micro-batches from the next samples of its stream, step by step.
 
     When the stream ends, it starts over. The loader reads samples ahead only for measurements,
-    before the first step. So at a save, the stream has just passed the last step's samples.
+    before the first step. So at a save, the next sample of the stream is the first one that no step
+    has used.
     """
 
     def __init__(
@@ -133,7 +134,8 @@ class StreamLoader(Loader):
         """Return the stream's next sample; if the stream has ended, begin the next epoch."""
         if self.stream_iterator is None:
             self.stream_iterator = iter(self.stream)
-        # Each loop returns one sample; it only ends by itself if there is no further sample.
+        # Each of these two loops returns at its first sample. If the stream has no further sample,
+        # the code after the loop runs.
         for sample in self.stream_iterator:
             return sample
         self._set_epoch(self.epoch + 1)
@@ -151,14 +153,20 @@ class StreamLoader(Loader):
             self.stream.set_epoch(epoch)
 
     def position(self) -> dict[str, Any]:
-        """Gather the stream positions of all ranks for the manifest; collective."""
+        """Return the stream positions of all ranks on rank 0, for the manifest; collective.
+
+        If the position of a rank cannot be saved, all ranks raise an error.
+        """
         assert self.group, "`resume` is called before training"
         with self.group.together():
             state = self.stream_state()
         return {"streams": self.group.gather(state)}
 
     def resume(self, step: int, manifest: dict[str, Any], group: Group) -> None:
-        """Continue with global batch `step`; UserError if the streams cannot resume there."""
+        """Continue with global batch `step`; collective.
+
+        If the stream of a rank cannot resume there, all ranks raise UserError.
+        """
         self.group = group
         if step:
             positions = manifest.get("streams")

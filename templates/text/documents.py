@@ -112,11 +112,12 @@ class NamedGPT(GPT):
 
 
 def own_documents(tokens: Tensor, end_of_text: int, create_block_mask: Any = None) -> Any:
-    """Build a causal mask for tokens [batch, time] that do not attend to other documents.
+    """Build a mask that lets tokens [batch, time] attend only within their own documents.
 
-    The mask is [batch, 1, time, time], True where a query token attends to a key token. On CUDA,
-    with a `create_block_mask`, it is a BlockMask instead, which lets kernels skip masked blocks. A
-    document need not begin at position 0: rotary embedding depends on the distance of positions.
+    The mask is also causal. It is [batch, 1, time, time], True where a query token attends to a key
+    token. On CUDA, with a `create_block_mask`, it is a BlockMask instead, which lets kernels skip
+    masked blocks. A document need not begin at position 0: rotary embedding depends on the distance
+    of positions.
     """
     ends = (tokens == end_of_text).long()
     # The number of each token's document. The end token belongs to the document that it ends.
@@ -152,7 +153,7 @@ class MaskedAttention(Attention):
             dropout = self.dropout if self.training else 0.0
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
         else:
-            # FlexAttention has no dropout.
+            # FlexAttention has no dropout, so `self.dropout` has no effect here.
             y = self.flex_attention(q, k, v, block_mask=mask)
         return self.out(y.transpose(1, 2).flatten(2))
 

@@ -1,7 +1,8 @@
 """Export a model to a folder for Hugging Face's transformers: `export --to hf`.
 
-The model of this project is written without transformers: `to_transformers` in model.py renames the
-weights. A model that comes from transformers or peft is written with its own `save_pretrained`.
+The model of this project is exported without the package transformers: its own `to_transformers`
+(model.py) returns config.json and the renamed weights. A model that comes from transformers or peft
+is exported by its own `save_pretrained`.
 """
 
 import contextlib

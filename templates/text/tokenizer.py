@@ -85,9 +85,9 @@ def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """Convert a text to tokens. Without a tokenizer, the text has their numbers: "15496 11 995".
+    """Convert a text to tokens; UserError if that is impossible.
 
-    Raises UserError if the text cannot be converted.
+    Without a tokenizer, the text must be the numbers of the tokens, as in "15496 11 995".
     """
     if spec.encoding == "bytes":
         # A model needs at least one token, so an empty text becomes a line break.

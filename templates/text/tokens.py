@@ -139,6 +139,7 @@ def write_tokens(options: TokensConfig) -> str:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            # On a file system without locks, the command continues only if the user allows it.
             if not goes_without_lock(error, partial):
                 raise UserError(f"another process is writing to {partial}: wait for it") from None
         note = read_progress(partial, plan)

@@ -55,9 +55,9 @@ class Tracking:
         self.thread = threading.Thread(target=self._work, daemon=True)
 
     def __enter__(self) -> "Tracking":
-        """Start the thread, and wait until it has opened the tracker.
+        """Start the thread, and wait until it has opened the tracker, at most `LIMIT` seconds.
 
-        While the thread imports the tracker's modules, a data loader must not fork this process.
+        A data loader must not fork this process while the thread imports the tracker's modules.
         """
         self.thread.start()
         if not self.opened.wait(LIMIT):
@@ -65,10 +65,11 @@ class Tracking:
         return self
 
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Queue the metrics of a validation at the step from which this start trains.
+        """Queue the metrics of a validation that this start repeats before its first step.
 
-        An earlier start did not complete this validation, so it sent the record of the step without
-        these metrics. The metrics of any later validation are in the record of its step.
+        A stop signal interrupted the validation in an earlier start, which sent the record of the
+        step without these metrics. Later validations need no record of their own: `after_step`
+        queues the record of the step, which has their metrics.
         """
         if state.step == self.step and self.thread.is_alive():
             metrics = validation_figures(figures)
@@ -80,7 +81,8 @@ class Tracking:
             self.records.put(dict(record))
 
     def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
-        # KeyboardInterrupt means Ctrl-C, or a stop signal while the loader workers did not answer.
+        # KeyboardInterrupt is no failure: it means Ctrl-C, or that the loader workers did not
+        # answer after a stop signal.
         was_stopped = kind is not None and issubclass(kind, KeyboardInterrupt)
         if kind is not None and not was_stopped:
             self.status = "failed"

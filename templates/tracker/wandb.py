@@ -28,11 +28,12 @@ class TrackerConfig:
 
 
 class Tracker:
-    """Logs a run to Weights & Biases. `logged` is the last step that it has from earlier starts.
+    """Logs a run to wandb. `logged` is the last step that wandb has from earlier starts.
 
-    A start cannot continue an earlier offline log: each `wandb sync` of a run replaces what it has
-    uploaded before. So each start logs all records again, and `close` removes the older logs. An
-    online server cannot change logged values: a step that a resume repeats keeps its first metrics.
+    In offline mode, each start of the run begins a new log. `wandb sync` of this log replaces what
+    was uploaded from an older log of the run. So each start logs all records again, and `close`
+    removes the older logs. In online mode, the server cannot change logged values: a step that a
+    resume repeats keeps its first metrics.
     """
 
     def __init__(self, config: "Config", run_dir: Path, step: int) -> None:

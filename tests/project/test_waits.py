@@ -276,3 +276,24 @@ def test_a_parameter_that_no_backward_reaches_is_named(
         parallel.require_gradients(state)
     module.find_unused_parameters = True
     parallel.require_gradients(state)
+
+
+def test_ranks_compare_what_they_have_loaded_and_nothing_else(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compared: list[int] = []
+    monkeypatch.setattr(
+        project.module("distributed.parallel"),
+        "compare_loaded",
+        lambda tensors, world: compared.append(len(list(tensors))),
+    )
+    state = project.module("train").setup(project.config(device="cpu", run_dir=tmp_path))
+    group = project.module("distributed").Group(state.world)
+    checkpointer = project.module("resume").resume(state, tmp_path, group)
+    assert compared == []
+    checkpointer.save(1)
+    checkpointer.close()
+    resumed = project.module("resume").resume(state, tmp_path, group)
+    resumed.close()
+    state.loader.close()
+    assert compared == [len(resumed.tensors())]

@@ -155,7 +155,8 @@ def wrap(
     """Shard each block, then the rest of the model, in place; return the module to call.
 
     Collective. Raises UserError for parameters that FSDP would train differently from DDP, and for
-    a number of copies that does not fit the ranks.
+    a number of copies that does not fit the ranks. If only one rank fails, such as for lack of
+    memory, its process ends. The others wait in their next collective, until torchrun ends them.
     """
     if not world.distributed:
         return model.to(world.device)
@@ -190,6 +191,7 @@ def wrap(
         if unit is model:
             reshard = None
         fully_shard(unit, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard)
+        # `fully_shard` has replaced the parameters once more, without their attributes.
         for name, parameter in unit.named_parameters():
             keep_attributes(attributes[name], parameter)
     # Drop the references of this dictionary to old tensors, or `check_replaced` would find them.
@@ -221,8 +223,8 @@ def move_to_device(
     units to their replacements; the buffers of this unit are added.
     """
     # Both dictionaries map an old tensor to its replacement, and the replacement to itself. A
-    # module inside two units is visited twice, and the second visit must not replace its tensors
-    # again.
+    # module inside two units is visited twice. At the second visit its parameters are sharded and
+    # stay as they are, and its buffers are found in `buffers`, so they are not replaced again.
     parameters: dict[torch.Tensor, torch.Tensor] = {}
     for submodule in module.modules():
         for name, parameter in named_tensors(submodule, "_parameters"):
@@ -285,11 +287,19 @@ def build_mesh(config: ParallelConfig, world: World) -> DeviceMesh:
 
 
 def warm_up(module: nn.Module, step: Callable[[], object]) -> None:
-    """Do nothing, since with FSDP all steps sum gradients in the same order."""
+    """Do nothing.
+
+    A warm-up is for a parallelism whose first step sums gradients in another order than later
+    steps. With FSDP the order is the same in all steps.
+    """
 
 
 def forward(compute_loss: Callable[..., Any], state: "State", batch: Any) -> Any:
-    """Compute the loss of a batch; autocast only without FSDP, which casts by its own policy."""
+    """Compute the loss of a batch, in the run's dtype.
+
+    FSDP casts by its own policy (`wrap`). Autocast is only for a process without torchrun, where
+    the model is not sharded.
+    """
     autocast: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if state.compute_dtype != torch.float32 and not state.world.distributed:
         autocast = torch.autocast(state.world.device.type, state.compute_dtype)
@@ -314,6 +324,8 @@ def accumulate(state: "State", last: bool) -> contextlib.AbstractContextManager:
         reduce_each = state.config.parallel.reduce_each
         state.module.set_requires_gradient_sync(last or reduce_each)
         if last or reduce_each:
+            # `state.plan` lists the micro-batches of a step. If FSDP does not reduce after each of
+            # them, it adds up their gradients in float32, even if they are computed in bf16.
             in_bf16 = state.compute_dtype != torch.float32
             adds_up_in_float32 = in_bf16 and len(state.plan) > 1 and not reduce_each
             count_unused_as_zeros(state.module, not adds_up_in_float32)
@@ -334,7 +346,10 @@ def count_unused_as_zeros(module: FSDPModule, zeros: bool) -> None:
 
 
 def require_gradients(state: "State") -> None:
-    """Do nothing: FSDP accepts a missing gradient, except as `count_unused_as_zeros` describes."""
+    """Do nothing, since FSDP accepts a missing gradient.
+
+    `count_unused_as_zeros` describes when such a gradient makes sums wrong.
+    """
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
@@ -412,7 +427,8 @@ def divide_work(
 
     `matrices` has only this rank's rows of each matrix, sharded like the tensors in `like`. Each
     matrix is gathered on one rank, which applies `work` and sends the others their rows. So a rank
-    holds one whole matrix at a time, and no work is repeated within a copy of the model.
+    holds one whole matrix at a time, and no work is repeated within a copy of the model. If `work`
+    fails on one rank, the others wait for its rows, until torchrun ends them.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)

@@ -29,8 +29,8 @@ def named_tensors(module: nn.Module, kind: str) -> list[tuple[str, torch.Tensor]
 
 def check_batch_norm(model: nn.Module) -> None:
     """Raise UserError for a batch norm that FSDP cannot train on a GPU in half precision."""
-    # FSDP casts the weights of these norms to half precision, but not their statistics. The GPU
-    # kernels of these norms need one dtype for both.
+    # FSDP casts the weight of a batch norm to half precision, but not its running statistics. The
+    # GPU kernels of BatchNorm2d and BatchNorm3d need one dtype for both.
     for name, module in model.named_modules():
         if not isinstance(module, nn.BatchNorm2d | nn.BatchNorm3d):
             continue

@@ -93,6 +93,7 @@ class Group:
                 yield
             finally:
                 _print_to(old_out.fileno(), old_err.fileno())
+                # Without a stream, `handler` prints to sys.stderr, which is the console again.
                 handler.stream = self.console = None
 
     def say(self, text: str) -> None:
@@ -227,7 +228,7 @@ class Group:
 
         All ranks get the same result. A rank waits only for ranks that have not made the previous
         call yet. But the first call waits for all ranks, and returns the maxima of the flags that
-        it sends.
+        it sends. Raises RankError if a rank is gone.
         """
         if self.process_group is None:
             return flags
@@ -256,12 +257,13 @@ class Group:
         work: Any = dist.all_reduce(tensor, dist.ReduceOp.MAX, self.process_group, async_op=True)
 
         def wait() -> list[float]:
-            # If a rank hangs, the watchdog ends the run before this limit, and names the rank. The
+            # If a rank hangs, the watchdog ends the run before `limit`, and names the rank. The
             # limit is only reached if the watchdog hangs, too, as on a network disk that is gone.
             limit = self.timeout
             if not self.phases:
-                # The watchdog needs at most this long: it waits for the limit of a step, then up to
-                # twice the longest step for reports. A step counts at most as long as its limit.
+                # In a step, the watchdog needs at most this long: it waits for the limit of a step,
+                # then up to twice the longest step for reports. A step counts at most as long as
+                # its limit.
                 limit = 3 * self.step_limit + timedelta(minutes=1)
             try:
                 work.wait(limit)

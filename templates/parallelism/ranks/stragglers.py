@@ -49,9 +49,10 @@ class Stragglers:
     each rank's own time: from the start of the step until the rank may first wait for others. It
     includes the work between steps, loading the batch and, with DDP, all micro-batches up to the
     last forward. (With FSDP it ends before the first forward, since ranks wait for weights there.
-    So a slow device is not found.) On CUDA, events measure the device's time, and are read only at
-    log lines. At a log line, ranks start to exchange the means of a window. The next log line shows
-    the result, so that no rank has to wait for it.
+    So a slow device is not found.) On CUDA, events measure the device's time. They are read only at
+    log lines, where the host has already waited for the device. At a log line, ranks start to
+    exchange the means of a window. The next log line shows the result, so that no rank has to wait
+    for it.
     """
 
     def __init__(self, group: Group, device: torch.device, module: nn.Module) -> None:
@@ -158,8 +159,8 @@ class Stragglers:
 
         `seconds` has the mean of each rank.
         """
-        # For an even number of ranks, take the lower of the two middle values. With two ranks this
-        # is the faster one's, so that the slower rank is compared with it.
+        # For an even number of ranks, take the lower of the two middle values. So with two ranks,
+        # the slower rank is compared with the faster one.
         median = sorted(seconds)[(len(seconds) - 1) // 2]
         longest = max(seconds)
         slowest = seconds.index(longest)

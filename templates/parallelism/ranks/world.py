@@ -1,8 +1,8 @@
 """Join and leave the process group of a run; each process is one rank with one device.
 
-This file has all environment variables that the project sets for gloo and NCCL, unless the user has
-set them. If the libraries choose the wrong network between machines, set NCCL_SOCKET_IFNAME,
-GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
+All environment variables that the project sets for gloo and NCCL are in this file. A variable that
+the user has set keeps its value. If the libraries choose the wrong network between machines, set
+NCCL_SOCKET_IFNAME, GLOO_SOCKET_IFNAME or NCCL_IB_HCA.
 """
 
 import ctypes
@@ -77,8 +77,9 @@ class World:
 def launcher() -> str | None:
     """Return a unique name of the torchrun process that started this one; None without torchrun.
 
-    If the name is the same as before, torchrun has restarted the ranks; otherwise the job was
-    started again. torchrun's own restart count leaves out restarts for a machine that joins.
+    The run directory keeps the names of the last start. If a name is the same at the next start,
+    torchrun has restarted the ranks; otherwise the job was started again. torchrun's own restart
+    count leaves out restarts for a machine that joins.
     """
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return None
@@ -88,7 +89,10 @@ def launcher() -> str | None:
 
 
 def join(config: "ParallelConfig", device_name: str) -> World:
-    """Join torchrun's process group; a process without torchrun becomes the only rank."""
+    """Join torchrun's process group; a process without torchrun becomes the only rank.
+
+    If a rank fails before it joins, the others wait for it, until torchrun ends them.
+    """
     device = pick_device(device_name)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -206,7 +210,8 @@ def _store_of_torchrun() -> dist.Store | None:
     """
     if os.environ.get("GROUP_WORLD_SIZE") != "1":
         # There are several machines, and each machine's torchrun counts its own restarts. So no
-        # variable has the same value on all machines in one attempt, and another in the next.
+        # variable can name the attempt: its value must be the same on all machines, and must change
+        # with each attempt.
         if os.environ.get("TORCHELASTIC_MAX_RESTARTS") != "0":
             log.warning(
                 "after a restart, ranks may read outdated entries in torchrun's store and fail or "

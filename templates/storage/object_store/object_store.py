@@ -49,12 +49,13 @@ PERMANENT_ERRORS = (
 FULL = (errno.ENOSPC, errno.EDQUOT)
 # Protocols of fsspec for paths on this machine.
 LOCAL_PROTOCOLS = ("file", "local")
-# A URL that only a run's config.json names, not the command line, must have one of these protocols;
-# add yours here. A run directory from elsewhere may name any URL, and some protocols of fsspec
-# execute code from files.
+# The config.json of a run directory from elsewhere may name any URL, and some protocols of fsspec
+# execute code from files. So a URL that config.json names must have one of these protocols, unless
+# it is also given on the command line. Add yours here.
 PROTOCOLS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "http", "https", *LOCAL_PROTOCOLS}
-# The groups are the protocol, and the bucket with the key. The slashes between them are two in
-# s3://bucket/run, three in file:///path, and one in s3:/bucket/run, as pathlib writes the first.
+# The first group is the protocol, and the second is the rest without leading slashes: the bucket
+# and the key. There are two slashes in s3://bucket/run, and three in file:///path. pathlib turns
+# two slashes into one, so s3:/bucket/run is accepted, too.
 URL = re.compile(r"([a-zA-Z][\w+.-]+):/{1,3}([^/].*)")
 # URLs that `remote` was called with: the command gave them, or `address_of` has logged them.
 known_urls: set[str] = set()
@@ -91,8 +92,8 @@ def send_once(store: Any, method: str, *arguments: Any, **options: Any) -> Any:
     """Send one request and return the answer.
 
     Raises TimeoutError after REQUEST_TIMEOUT without progress, or at the deadline of a stopped run.
-    Without a timeout some clients could wait forever. For example, s3fs would wait before a PUT
-    until the store permits it to send the content.
+    Without a timeout some clients could wait forever. For example, s3fs may send the content of a
+    PUT only after the store has answered "100 Continue".
     """
     progress = None
     if method in ("put_file", "get_file"):

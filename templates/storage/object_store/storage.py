@@ -161,7 +161,10 @@ class UploadingPublisher(Publisher):
             self.uploader.shutdown()
 
     def discard(self, path: Path) -> None:
-        """Begin to remove a checkpoint, but keep that of the last upload, which may still run."""
+        """Begin to remove a checkpoint, unless the last upload may still be reading it.
+
+        In that case a later `prune` removes it.
+        """
         if path != self.uploading:
             super().discard(path)
 

@@ -98,7 +98,10 @@ class StorePublisher(Publisher):
         return f"{step_name(step)}/{uuid.uuid4().hex[:8]}"
 
     def publish(self, step: int, write: Write, facts: dict[str, Any]) -> Place:
-        """Save one checkpoint; each rank writes its files to its own disk, then uploads them."""
+        """Save one checkpoint; each rank writes its files to its own disk, then uploads them.
+
+        Collective. An error on any rank is raised on all of them.
+        """
         try:
             with self.group.together():
                 self.temporary_folder = paths.make_temporary_folder()
@@ -154,7 +157,8 @@ class StorePublisher(Publisher):
         name, attempt = reserved.split("/")
         path = self.directory / name
         with contextlib.suppress(OSError, RankError):
-            # The manifest may have been written, although the save failed: its answer was lost.
+            # The store may have written the manifest, although the save failed because the store's
+            # answer was lost.
             if (path / MANIFEST).exists() and read_manifest(path).get("folder") == attempt:
                 (path / MANIFEST).unlink()
             (path / attempt).remove_tree()

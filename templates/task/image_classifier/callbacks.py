@@ -48,7 +48,10 @@ class WorstMistakes:
     @torch.no_grad()
     @torch.compiler.set_stance("force_eager")
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
-        """Draw the images with their true and predicted classes, for the tracker and the report."""
+        """Draw the images with their true and predicted classes, for the tracker and the report.
+
+        If the model is sharded and one rank fails before or in its forward, the others wait there.
+        """
         chosen = fixed_subset(len(state.validation), state.config.train.micro_batch_size)
         batch = move(fetch(state.validation, chosen), state.world.device)
         # All ranks run the model, since it may be sharded.

@@ -68,8 +68,8 @@ class Spec:
     """Facts about the data that the model needs, and a fingerprint that identifies the data."""
 
     vocabulary: int
-    # "bytes" for text. For token files, such as "0123abcd 0": the digest of the tokenizer, and the
-    # token that ends a document. "" if these are unknown.
+    # "bytes" for text. For token files, the digest of the tokenizer and the token that ends a
+    # document, such as "0123abcd 0", or "" if these are unknown.
     encoding: str
     # The folder with the data and, if the data have one, with the tokenizer.
     folder: Path = field(compare=False)
@@ -81,9 +81,10 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
     """Return training and validation data and their spec; UserError for unusable data.
 
     Names of files can choose the data for validation: token files such as val_0.bin, and text files
-    such as valid.txt if there are also files such as train.txt. Otherwise a twentieth of the data
-    is for validation. A hash of the name chooses among many text files. Of all other data, the
-    last samples are for validation.
+    such as valid.txt if there are also files such as train.txt. If the names of text files do not
+    choose, a hash of each name puts about one file in 20 into validation. If the hash does not
+    divide the files (there may be only one), or if no token file is named for validation, the last
+    twentieth of the samples is for validation.
     """
     data = config.data
     encoding = "bytes"
@@ -92,7 +93,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
         raise UserError(f"--data.path: {path.absolute()} does not exist")
     token_files = [path] if path.suffix == ".bin" else sorted(path.glob("*.bin"))
     if token_files:
-        # A description in the folder may complete the settings.
+        # `described` may complete the settings from a file next to the token files.
         data, encoding = described(path, data)
         check_token_files(token_files, data.vocabulary, data.token_type)
         for_training = [file for file in token_files if not file.name.startswith("val")]
@@ -130,7 +131,7 @@ def build_datasets(config: "Config") -> tuple["Chunks", "Chunks", Spec]:
 class Chunks:
     """Chunks of `context` + 1 tokens from several sources, which are arrays or .bin files.
 
-    A chunk begins with the last token of the previous chunk. There, this token is only a target.
+    A chunk begins with the last token of the previous chunk, in which this token is only a target.
     """
 
     # False, since this dataset uses no random numbers. If your dataset uses some, delete this line:
@@ -158,7 +159,7 @@ class Chunks:
             # Neighbouring chunks share a token, so n chunks take n * context + 1 tokens.
             counts.append(max(0, length - 1) // context)
         self.counts = np.array(counts, int)
-        # For each source, the index of its last chunk, counted over all sources, plus one.
+        # For each source, the number of chunks in this source and all sources before it.
         self.ends = np.cumsum(self.counts)
         # The samples of this dataset are the chunks first ... last - 1. `split` changes these two.
         self.first = 0
@@ -245,8 +246,8 @@ def check_token_files(files: list[Path], vocabulary: int, kind: str) -> None:
 def read_text(path: Path, ending: str) -> list[list[np.ndarray]]:
     """Read the text at `path` as bytes (uint8): return a list for training, one for validation.
 
-    A list has one array, which joins all texts; it is empty if there is no text for this purpose.
-    In a folder, only files whose names end with `ending` are read.
+    Each list has one array, in which all its texts are joined, or is empty if it has no text. In a
+    folder, only files whose names end with `ending` are read.
     """
     texts: dict[Path, bytes] = {}
     left_out: list[Path] = []

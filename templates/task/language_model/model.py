@@ -216,7 +216,8 @@ def loss_and_gradients(x: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tens
     at_target = log_probabilities.gather(1, index).expm1()
     gradient = torch.exp(log_probabilities, out=logits)
     gradient.scatter_(1, index, at_target.to(gradient.dtype))
-    # In rows without a loss, set the gradient to zero.
+    # Rows without a loss must add nothing to the gradients. Set these rows of `x_gradient` and `x`
+    # to zero, not those of `gradient`, which are usually longer.
     has_loss = (targets >= 0)[:, None]
     x_gradient = (gradient @ weight) * has_loss
     weight_gradient = gradient.T @ (x * has_loss)

@@ -143,16 +143,19 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             parameters += group["params"]
         fused = supports_fused(parameters)
-        # AdamW gets the same dicts of groups, so that the schedule and checkpoints, which know only
-        # this optimizer, include AdamW.
+        # AdamW shares the dicts of the groups with this optimizer. The schedule and checkpoints
+        # know only this optimizer, and what they write to its groups holds for AdamW, too.
         self.adamw: Any = torch.optim.AdamW(self.param_groups, fused=fused)
         # With this flag, the training loop sets `found_inf` and then calls `step` even in a bad
-        # step, so `step` itself has to skip the update.
+        # step, whose loss or gradient is not finite. So `step` itself has to skip the update.
         self._step_supports_amp_scaling = fused
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Update each parameter that has a gradient; change nothing if `found_inf` is 1."""
+        """Update each parameter that has a gradient; change nothing if `found_inf` is 1.
+
+        Ranks may divide the work: if one of them fails here, the others wait for its results.
+        """
         found_inf = getattr(self, "found_inf", None)
         self.adamw.found_inf = found_inf
         # AdamW keeps its state in `self.state`, and updates only the groups without matrices. Set
@@ -214,10 +217,10 @@ def cast(tensors: list[Tensor], dtypes: list[torch.dtype]) -> list[Tensor]:
 
 
 def orthogonalized(matrices: list[Tensor], parts: int = 1) -> list[Tensor]:
-    """Return the nearest matrices with equal singular values, at the size of AdamW's updates.
+    """Return each matrix with nearly equal singular values, at the size of AdamW's updates.
 
-    `newton_schulz` makes the singular values only roughly equal, which is enough for Muon. Each
-    tensor in `matrices` is a stack of `parts` matrices, which are orthogonalized separately.
+    Muon does not need exactly equal values, so a few steps of `newton_schulz` suffice. Each tensor
+    in `matrices` is a stack of `parts` matrices, which are orthogonalized separately.
     """
     results = [*matrices]
     # Matrices of the same shape form a batch, which takes no more kernels than a single matrix.

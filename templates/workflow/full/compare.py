@@ -201,7 +201,8 @@ def verdicts(a: Content, b: Content) -> Iterator[tuple[str, str]]:
     for name in last_a:
         if name in last_b:
             yield f"{name} {last_a[name]:.4g} -> {last_b[name]:.4g} (last values)", ""
-    # The reasons why measurements in general, or only times, cannot be compared; or "".
+    # Each of these is a reason, or "". The first rules out a verdict on any measurement except
+    # losses. The second rules it out only for times and speeds.
     machine_differs = another_machine(a, b)
     times_unreliable = too_busy(a, b)
     measured_a = dict(measured(a["figures"]))
@@ -308,8 +309,9 @@ def losses_by_step(losses: Any) -> dict[int, float]:
 def verdict_of_losses(name: str, a: dict[int, float], b: dict[int, float]) -> tuple[str, str]:
     """Compare losses at the same steps; return a line and its verdict.
 
-    Unless all losses are equal, only the later half of the steps counts. There, the side with more
-    losses that are not finite is worse. If the numbers are equal, the median ratio decides.
+    If all losses are equal, the verdict says so. Otherwise only the later half of the steps counts:
+    the side that has more losses there that are not finite is worse. If both sides have equally
+    many of them, the median ratio of the losses decides.
     """
     steps = sorted(a.keys() & b.keys())
     if not steps:

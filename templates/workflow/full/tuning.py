@@ -263,9 +263,9 @@ def workers_to_try(given: int, waited: float, seconds: float, device: torch.devi
     """
     # Later runs may have a rank on each GPU of this machine. These ranks share its cores.
     ranks_here = torch.cuda.device_count() if device.type == "cuda" else 1
-    # Without the wait, a step takes only the fraction `1 - waited` of its time. If each worker has
-    # a core, batches arrive at that speed from 1 / (1 - waited) times as many workers: if steps
-    # wait half of the time, from twice as many.
+    # If a step never waited, it would take only the fraction `1 - waited` of its time. Batches must
+    # then arrive 1 / (1 - waited) times as fast. This takes 1 / (1 - waited) times as many workers
+    # if each has a core: twice as many if steps now wait half of the time.
     start = max(1, given)
     enough = math.ceil(start / max(0.01, 1 - waited))
     # Use at most two workers for each core of a rank, but allow four in any case.

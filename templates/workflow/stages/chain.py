@@ -117,8 +117,8 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
             content = run_stage(config, name, arguments + options_of(taken))
         status = content["status"]
         statuses[name] = status
-        # If a check of `compile` fails, training can do without the compile mode that failed it:
-        # the stage then recommends another mode, or none.
+        # A failed check of `compile` does not prevent training: the stage recommends only a compile
+        # mode that works, or the mode "none". So take its recommendation.
         if status not in FAILED or (name == "compile" and status == "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:
@@ -152,8 +152,8 @@ def run_stage(config: StageConfig, name: str, arguments: list[str]) -> dict[str,
     # Remove an earlier result. If the stage crashes, that result would seem to be the new one.
     stage_file(config.directory, name).unlink(missing_ok=True)
     command = [sys.executable, "-u", "-m", PACKAGE, name, *arguments]
-    # The new process stays in this process group, so that Ctrl-C reaches it, too. It ends the
-    # processes that it has started itself.
+    # The stage stays in this process group, so that Ctrl-C reaches it, too. After Ctrl-C or
+    # `terminate`, the stage itself ends the processes that it has started.
     process = subprocess.Popen(command, env=plain_environment())
     try:
         exit_code = process.wait()
@@ -260,7 +260,7 @@ def flag(setting: str) -> str:
 
 
 def advise(stage: Stage, text: str) -> None:
-    """Print advice and add it to the stage's result; unlike advice of a check, it always stays."""
+    """Print advice and add it to the stage's result, which keeps it even if all checks pass."""
     stage.advice.append(text)
     print(f"  -> {text}", flush=True)
 

@@ -138,7 +138,8 @@ def judge_compiling(stage: Stage, modes: dict[str, ModeResult]) -> None:
 def judge_findings(stage: Stage, compiled: dict[str, ModeResult], name: str, wanted: str) -> None:
     """Check that each finding has a location and a reason.
 
-    `name` is both the name of the check and the key of the findings in each result.
+    `name` is both the name of the check and the key of the findings in each result. Findings that
+    have both do not fail the check, however many there are.
     """
     passed = True
     for result in compiled.values():

@@ -124,8 +124,8 @@ def patch_loop(stack: contextlib.ExitStack, config: Config, meter: Meter) -> Non
     # The originals read values.
     replace(loop, "check_loss", do_nothing)
     replace(loop, "check_counted", do_nothing)
-    # Some losses allow only one micro-batch per rank. This check would refuse the smaller sizes,
-    # but `fit` counts all of them.
+    # Some losses need all samples of a rank in one micro-batch. Then this check would raise an
+    # error for smaller micro-batches, which are simulated, too.
     replace(loop, "check_whole_batch", do_nothing)
     # The loop's annotations for traces tell the meter the current phase.
     replace(loop, "annotated", meter.annotated)
@@ -164,7 +164,7 @@ def one_rank(config: Config, ranks: int, meter: Meter) -> Iterator[loop.State]:
     """Set up one rank of `ranks` and yield its state; all new tensors in the block are fake.
 
     With FSDP, it is a rank of a fake process group. With DDP, it is a single process without DDP,
-    which computes the same as a rank of DDP and is made to keep its gradients as long.
+    which computes the same as a rank of DDP. Like DDP, it keeps its gradients between steps.
     """
     sharded = parallel.SHARDED and ranks > 1
     size = 1

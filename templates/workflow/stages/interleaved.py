@@ -130,9 +130,9 @@ def without_loader(state: State) -> Way:
 def with_loader(state: State) -> Way:
     """Return a way to take steps as in training; loader workers end with each window.
 
-    If workers kept running, they would read ahead during windows of another way. All workers
-    deliver their first batch at the same time. So a window shows the speed of training only if its
-    number of steps is a multiple of the number of workers.
+    If workers kept running, they would read ahead during windows of another way. Workers that start
+    together deliver their batches in bursts of one batch per worker. So a window shows the speed of
+    training only if its number of steps is a multiple of the number of workers.
     """
 
     def take_steps(steps: int) -> float:

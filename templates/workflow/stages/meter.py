@@ -79,7 +79,11 @@ class Meter(TorchDispatchMode):
         self.begin(1)
 
     def begin(self, repeats: float) -> None:
-        """Start to count a step; it has `repeats` times as many micro-batches as will be run."""
+        """Reset the peak and the costs, to count a step.
+
+        The simulation runs only one or two micro-batches of a step. The whole step has `repeats`
+        times as many, so the costs of a micro-batch are multiplied by `repeats`.
+        """
         self.peak = self.live_bytes
         self.peak_phase = ""
         self.repeats = repeats

@@ -157,7 +157,8 @@ def run_module(
             if process.returncode:
                 problem = f"ended with exit code {process.returncode}"
     finally:
-        # If this kills torchrun, the kernel kills its ranks, which have sessions of their own.
+        # This does not reach the ranks of torchrun, which have sessions of their own. But on Linux
+        # each rank has asked the kernel to kill it when torchrun is killed.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         # This waits until all processes that hold the pipe have ended. It returns all output,

@@ -34,7 +34,11 @@ CAUSES = {
 
 
 def measure(config: Config) -> int:
-    """Run the stage; return 1 if a check failed, else 0."""
+    """Run the stage; return 1 if a check failed, else 0.
+
+    Collective: rank 0 judges the steps of all ranks, and the other ranks return 0. If training
+    fails on one rank, its process ends, and torchrun then ends the others.
+    """
     world = join(config.parallel, config.device)
     group = Group(world)
     # `Stage` locks the stage, which only one process can do. If rank 0 fails here, `together`
@@ -101,10 +105,10 @@ def trace_steps(config: ProfileConfig, directory: Path, state: State) -> Profile
 
     The returned profiler has the path of the trace (`written`) and torch's averages (`profile`).
     """
-    # `Profiler` repeats periods of `every` steps. Each has idle steps, then a window of warm-up
-    # steps and recorded steps. The window ends when the profiler advances to the first step of the
-    # next period. So a period needs at least one idle step: if a new window began there, torch
-    # would discard the averages of this one.
+    # `Profiler` repeats periods of `every` steps: first idle steps, then a window of warm-up steps
+    # and recorded steps. It writes the trace when it advances to the first step of the next period.
+    # If that step already belonged to a new window, torch would discard the averages of this one.
+    # So a period must begin with at least one idle step.
     every = max(1, config.wait) + config.warmup + config.active
     tracer = Profiler(replace(config, every=every), directory, state)
     with tracer:
@@ -123,8 +127,9 @@ def judge_steps(
 ) -> None:
     """Report where the time goes and what to try.
 
-    `ranks` has the breakdown of each rank. `untraced` is the seconds of an untraced step. If the
-    fraction of waiting for data is less than `waiting` in the trace, it is raised to `waiting`.
+    `ranks` has the breakdown of each rank. `untraced` is the seconds of an untraced step. `waiting`
+    is the fraction of time that untraced steps waited for data (0 if not measured). It replaces the
+    fraction from the trace if that is smaller.
     """
     # Report the slowest rank. It spends the least time in communication, since the other ranks wait
     # for it there.

@@ -255,9 +255,9 @@ class Drill:
     def child(self, ranks: int, task: str) -> dict[str, Any]:
         """Run a task of drill.py on this number of ranks, and return its result.
 
-        The project may refuse the settings, for example if a batch is too small for the ranks. Then
-        "kill" and "train" raise UserError, and the result of other tasks has only "refused", the
-        reason. Raises RankError if a process fails.
+        The project may refuse the settings, for example if a batch is too small for the ranks. If
+        the task is "kill" or "train", this then raises UserError. For other tasks, it returns
+        {"refused": reason}. Raises RankError if a process fails.
         """
         file = self.folder / f"{task}.json"
         # An earlier call with the same task may have left a result.

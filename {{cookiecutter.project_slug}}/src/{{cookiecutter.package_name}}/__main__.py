@@ -215,6 +215,7 @@ def dispatch(arguments: list[str]) -> int:
         refuse_ranks_without_torchrun()
     if name in OURS:
         return OURS[name](rest)
+    # `run_command` decides which type of settings the command has, and passes it to the lambda.
     return workflow.run_command(name, rest, lambda kind: parse(name, kind, rest))
 
 

@@ -169,7 +169,8 @@ def odd_value(values: list[Any], ids: Sequence[int], key: str) -> str:
 def odd_part(values: list[Any], ids: Sequence[int], keys: Mapping[Any, str]) -> str:
     """Describe a value inside lists or mappings that cannot be stacked; "" if there is none.
 
-    `keys` maps each key or index of `values` to its full name, such as "image" to "inputs.image".
+    `keys` maps each key or index of such a list or mapping to its full name, for example "image" to
+    "inputs.image".
     """
     for key, name in keys.items():
         problem = odd_value([value[key] for value in values], ids, name)

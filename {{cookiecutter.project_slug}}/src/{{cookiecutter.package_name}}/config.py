@@ -185,10 +185,10 @@ def preset(name: str = "", kind: type[C] = Config, saved: dict[str, Any] | None 
 
 
 def of_this_release(saved: dict[str, Any]) -> dict[str, Any]:
-    """Add settings to those of a saved run that the release of the run did not have.
+    """Complete the settings of a run that an earlier release of the template saved.
 
-    The keys are dotted names. A run without `optim.name` is older than Muon, so it trains with
-    AdamW.
+    The keys of `saved` are dotted names. If they lack `optim.name`, the run is older than Muon, so
+    it trains with AdamW.
     """
     # Only projects with Muon have this setting.
     if "optim.name" not in saved and hasattr(OptimConfig(), "name"):
@@ -218,7 +218,7 @@ def load(path: Path, kind: type[C] = Config, start: C | None = None) -> C:
         changes = {n: value for n, value in changes.items() if n not in OF_ONE_RUN}
         changes = of_this_release(dict(flatten(changes)))
         loaded = override(kind(), changes, lenient=True)
-        # Remove the object store, to which only the saved run itself may write.
+        # If the run saves to an object store, remove the store: only that run may write to it.
         return on_disk(loaded)
     # A deeply nested file causes a RecursionError.
     except (UserError, RecursionError) as error:
@@ -262,6 +262,7 @@ def override(config: C, changes: dict[str, Any], lenient: bool = False) -> C:
         log.info("ignored settings that this project does not have: %s", ", ".join(unknown))
     elif unknown:
         name = min(unknown)
+        # If a known name counts as unknown, `_replace` has refused its value, which is "auto".
         known = [known_name for known_name, _ in flatten(to_json(config))]
         if name in known:
             raise UserError(f"{name} is {unknown[name]!r}, which only earlier releases accept")

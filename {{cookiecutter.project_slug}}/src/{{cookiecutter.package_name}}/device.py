@@ -70,8 +70,9 @@ def pick_gpu(device: torch.device) -> torch.device:
 
 def set_up_torch(deterministic: bool, compute_dtype: torch.dtype) -> None:
     """Set kernel precision and determinism."""
-    # For matrix products that autocast leaves in float32. "high" allows TF32 on GPUs that have it.
-    # "medium" allows bfloat16, which loses no more than autocast does in all other products.
+    # This sets how float32 matrix products are computed. "high" allows TF32 on GPUs that have it.
+    # "medium" allows bfloat16. It loses no more than the other matrix products do, which are in
+    # bfloat16 already if that is `compute_dtype`.
     precision = "high" if compute_dtype == torch.float32 else "medium"
     torch.set_float32_matmul_precision(precision)
     if deterministic:
@@ -137,7 +138,7 @@ def move(batch: Any, device: torch.device) -> Any:
     if is_dataclass(batch) and not isinstance(batch, type):
         moved = copy.copy(batch)
         for field in fields(batch):
-            # A field with init=False may not be set.
+            # A field with init=False may have no value yet.
             if hasattr(batch, field.name):
                 value = move(getattr(batch, field.name), device)
                 # A frozen dataclass does not allow plain assignment.

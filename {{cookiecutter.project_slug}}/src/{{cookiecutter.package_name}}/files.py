@@ -30,7 +30,7 @@ warned_of_sync = False
 
 @contextlib.contextmanager
 def naming(path: Any) -> Iterator[None]:
-    """Add `path` to an OSError of the block that names no file, such as that of a failed write."""
+    """Name `path` in an OSError of the block if it names no file, as after a failed write."""
     try:
         yield
     except Exception as error:
@@ -249,7 +249,7 @@ def rename_directory(source: Path, target: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Sync the names in a directory: until its name is synced, a synced file can still be lost."""
+    """Sync the names in a directory: a synced file can be lost until its name is synced, too."""
     global warned_of_sync
     descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECTORY", 0))
     try:

@@ -222,10 +222,11 @@ def judge_step(
 ) -> tuple[torch.Tensor | float, torch.Tensor | float, torch.Tensor | bool]:
     """Return the factor for the gradients, their norm before clipping, and whether the step is bad.
 
-    Each rank has summed its losses, and the gradients of these sums were averaged over the ranks.
-    `norm` is their norm so far. The factor turns them into gradients of the mean loss, and clips
-    them to the norm `clip` (0: no clipping). `sums` is the loss vector, summed over the ranks. A
-    step is bad if its loss or gradient is not finite.
+    The gradients are those of each rank's sum of losses, averaged over the ranks, and `norm` is the
+    norm of this average. Multiplied by the returned factor, they become the gradients of the mean
+    loss, clipped to the norm `clip` (0: no clipping). The returned norm is that of the gradients of
+    the mean loss. `sums` is the loss vector, summed over the ranks. A step is bad if its loss or
+    gradient is not finite.
     """
     # On a GPU the values stay scalar tensors, since reading one would make the host wait for the
     # step. On a CPU the values become numbers: there is nothing to wait for, and an operation on a

@@ -72,7 +72,7 @@ class Profiler:
     def after_step(self, state: "State", record: dict[str, Any] | None = None) -> None:
         """Advance the profiler within a window; between windows, leave it alone."""
         self.step = state.step
-        # The number of steps after the next step in its period: 0 if the next step is the last one.
+        # How many steps of the period follow the next step: 0 if the next step ends the period.
         steps_after_next = self.period - 1 - self.step % self.period
         records_from_next = steps_after_next == self.config.active - 1
         window_ended = steps_after_next == self.period - 1

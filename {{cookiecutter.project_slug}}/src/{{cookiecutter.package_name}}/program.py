@@ -122,10 +122,11 @@ def sort_arguments(trained: nn.Module, arguments: tuple[Any, ...], by_name: dict
     inputs_by_name: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     named = [name for name, each in parameters.items() if each.kind in POSITIONAL]
-    # Whether a target or a setting was left out of the positions.
+    # Whether a target or a setting was left out of the positions. Inputs after such a gap must be
+    # passed by name.
     has_gap = False
     for position, value in enumerate(arguments):
-        # What belongs to *args has no name, and so keeps its position whatever it is.
+        # A value for *args has no name, so it is passed by position, even if it is a setting.
         name = named[position] if position < len(named) else ""
         if name in targets:
             has_gap = True
@@ -174,7 +175,8 @@ def make_program(
             sizes: dict[int, Any] = {}
             for dimension, size in enumerate(leaf.shape):
                 sizes[dimension] = Dim.STATIC if size == 1 else Dim.AUTO
-            # A first dimension of one belongs to all samples, as that of a mask may.
+            # A program for batches is traced with two samples. So all samples share a tensor whose
+            # first dimension is one, such as a mask, and this dimension stays fixed.
             if batched and leaf.ndim > 0 and leaf.shape[0] > 1:
                 sizes[0] = Dim.DYNAMIC
             shapes[leaf] = sizes

@@ -31,13 +31,13 @@ def resume(state: "State", run_dir: Path, group: Group) -> Checkpointer:
     # The ranks also divide the validation data, so its size must be the same on all of them. The
     # size is not a part of the identity, since a resume may use other validation data.
     require_same_identity({**identity, "validation_samples": len(state.validation)}, group)
-    # Only rank 0 needs it, since only rank 0 writes manifests.
+    # Only rank 0 needs the code's version, since only rank 0 writes manifests.
     source = code_version() if group.is_first else {}
     facts = {
         "identity": identity,
         "source": source,
         "schedule": {**settings["optim"], "steps": config.train.steps},
-        # Machines that share only an object store take the settings from a manifest in it.
+        # A resume on a machine without the run's config.json takes the settings from a manifest.
         "config": settings,
     }
     checkpointer = Checkpointer(

@@ -132,7 +132,9 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     """Build everything that a step needs; collective.
 
     Pass `world` if the process group is joined already. `weights_follow` means that the caller
-    loads the weights of --init-from afterwards, so they need not be initialized here.
+    loads the weights of --init-from afterwards, so they need not be initialized here. If only one
+    rank fails, for example because it lacks the data, its process ends. The others then fail or
+    wait in the next collective, until torchrun ends them.
     """
     world = world or join(config.parallel, config.device)
     require_same_settings(config, world)
@@ -240,6 +242,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     The gradient is that of (sum of losses) / (sum of counts) over all ranks, so it does not depend
     on how the batch is split. On a GPU the host waits for the device in only three cases: in the
     first step, in `agree_on_buffers` at each 50th step, and if the optimizer has no fused step.
+    If only one rank raises an error, its process ends. The others then fail or hang in the next
+    collective, until torchrun or the watchdog ends them.
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so generator states need not be saved.
@@ -423,6 +427,8 @@ def _run(config: Config, world: World, more_callbacks: Iterable[Any]) -> Result:
 
         warn_unless_sums_add_up(state)
 
+        # `warm_up` may call this function before the first step. It runs forward and backward, but
+        # changes neither the model nor the state.
         def try_first_micro_batch() -> None:
             try_step(train_step, state, state.step, state.plan[:1])
 

@@ -31,7 +31,9 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
     """Return the mean loss and metrics, such as {"validation_loss": 0.5}; collective.
 
     `stopped()` is called before each batch and must return the same on all ranks. Once it returns
-    True, the result is {}. Raises UserError, on every rank, if ranks have different metrics.
+    True, the result is {}. Raises UserError, on every rank, if ranks have different metrics. If
+    only one rank raises another error, its process ends. The others then fail or hang in the next
+    collective, until torchrun or the watchdog ends them.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)
@@ -99,8 +101,8 @@ def validate_in_run(state: "State", stop: Stop, callbacks: list[Any]) -> dict[st
     writer = state.checkpointer.writer
 
     def stopped() -> bool:
-        # Only a stop signal interrupts the validation. If a callback has also ended the run, the
-        # validation is completed nevertheless.
+        # Only a stop signal interrupts the validation. But if a callback has also ended the run,
+        # the run counts as finished, not as preempted, so complete its validation.
         agreed = stop.poll(writer.failed)
         return agreed.stop_signal > 0 and not agreed.finish
 

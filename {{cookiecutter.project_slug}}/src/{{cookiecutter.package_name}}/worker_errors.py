@@ -95,8 +95,8 @@ def unpicklable_part(value: Any, name: str, depth: int) -> str:
         # Search its parts below.
         pass
     except Exception:
-        # No proof: multiprocessing's locks, for instance, can be pickled while a process is being
-        # started, but not here.
+        # This does not prove that a worker cannot receive the value. For example, multiprocessing's
+        # locks can be pickled while a process is being started, but not here.
         return ""
     if isinstance(value, Mapping):
         parts = {f"[{key!r}]": part for key, part in value.items()}

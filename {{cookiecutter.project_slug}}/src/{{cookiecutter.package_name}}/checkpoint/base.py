@@ -137,8 +137,8 @@ def names_of_base(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not is_named(name, new):
             frozen.append((name, parameter))
-    # Maps each frozen parameter in the file to its name in the model. If the parameter is tied,
-    # this is a name that the file has.
+    # Maps each frozen parameter that the file contains to its name in the model. A tied parameter
+    # has several names in the model: this is one that the file has, too.
     found_as: dict[nn.Parameter, str] = {}
     for name, parameter in frozen:
         if name in stored and file.forms[stored[name]].shape == parameter.shape:
@@ -202,7 +202,8 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
 
     The ranks of a machine divide the files among them, so each machine reads all files.
     `known_file` caches the hashes, so that unchanged files are not read again (None: no cache).
-    Raises UserError, on every rank, if the machines have different files.
+    Raises UserError, on every rank, if the machines have different files, and RankError, on every
+    rank, if any rank cannot read a file.
     """
     machine = socket.gethostname()
     # The sha256 of each file that this rank hashes, by the file's name.
@@ -303,7 +304,10 @@ class WithBase:
                     self.forms[f"model.{name}"] = form
 
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
-        """Copy values from the checkpoint and the base into tensors of the run; collective."""
+        """Copy values from the checkpoint and the base into tensors of the run.
+
+        Collective. Raises RankError, on every rank, if any rank fails.
+        """
         in_checkpoint: Tensors = {}
         for name, target in targets.items():
             if name not in self.stored:

@@ -140,8 +140,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if step == self.last_good:
             return
         facts = self._facts_of(step, figures or {})
-        # A block of its own: with --checkpoint.on-failure continue, the first block may end with a
-        # logged error of the previous save, and this save must still begin.
+        # Do not merge this block with the one above. With --checkpoint.on-failure continue, an
+        # error of the previous save ends that block and is only logged. This save must still begin.
         with self._blocking():
             self.writer.begin(self.tensors_to_save(), self._publish, step, facts)
 
@@ -166,7 +166,8 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
         if score is not None:
             score = float(score)
         was_validated = "validation_loss" in figures
-        # Only rank 0 warns, since a callback may add the metric on rank 0 only.
+        # Only rank 0 warns, since the manifest gets rank 0's score. A callback may add the metric
+        # only there, so its absence on another rank is no problem.
         if was_validated and score is None and self.group.is_first:
             log.warning("--checkpoint.best %s: the validation has no such metric", best)
         callbacks: dict[str, Any] = {}
@@ -349,8 +350,9 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
     def _remove_unsaved_state(self, missing: set[str]) -> set[str]:
         """Remove the new state of each parameter whose saved state is missing or incomplete.
 
-        `missing` are the names that the checkpoint lacks. Returns the names of what the checkpoint
-        has for these parameters, and what is therefore not loaded.
+        `missing` are the names that the checkpoint lacks. Returns the names of incomplete saved
+        state, which the caller must not load. If only the average (EMA) is missing, only the
+        average is removed.
         """
         unused: set[str] = set()
         for name, parameter in self.model.named_parameters():

@@ -197,7 +197,10 @@ def verify(path: Place, group: Group | None = None) -> Verified:
 
 
 def _read_on_first(path: Place, group: Group) -> Verified:
-    """Read the manifest on rank 0; return it and its problems on every rank; collective."""
+    """Read the manifest on rank 0; return it and its problems on every rank; collective.
+
+    Raises RankError, on every rank, if rank 0 cannot read it, which does not mean damage.
+    """
     manifest: dict[str, Any] = {}
     problems: list[str] = []
     with group.together():

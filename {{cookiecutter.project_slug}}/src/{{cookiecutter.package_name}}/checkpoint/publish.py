@@ -236,8 +236,8 @@ class Publisher:
         """Make a reservation, which is a new directory to write into; return its name."""
         if not self.synced:
             self.directory.mkdir(parents=True, exist_ok=True)
-            # Sync each parent, since any directory in the path may be new: this run has just made
-            # it, or another run, which was killed before it could sync.
+            # Sync each parent, since any directory in the path may be new. Either this run has just
+            # made it, or another run made it and was killed before it could sync.
             for parent in self.directory.parents:
                 # Stop at a parent that this user cannot write to: the user's runs have made neither
                 # this parent nor a directory in it. Syncing also needs permission to read.

@@ -27,7 +27,8 @@ from .manifest import reading
 
 # Flat names such as "model.norm.weight", and their tensors.
 Tensors = dict[str, torch.Tensor]
-# A function of a step and the facts for its manifest: publishes the step's staged tensors.
+# A function that publishes the staged tensors of a step. Its arguments are the step and the facts
+# for the manifest.
 Job = Callable[[int, dict[str, Any]], None]
 SAFETENSORS = ".safetensors"
 # Prefixes of tensor names in a checkpoint, and the name of the note in a .pt file.
@@ -115,8 +116,8 @@ class OneFile:
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Copy values into tensors of the run; a sharded tensor gets only this rank's shard.
 
-        Collective. Raises RankError, on every rank, if a tensor is missing or has another shape;
-        then nothing was copied.
+        Collective. Raises RankError, on every rank, if any rank fails. A rank on which a tensor is
+        missing or has another shape copies nothing, but other ranks may have copied theirs.
         """
         with group.together():
             check_shapes(self.forms, targets)

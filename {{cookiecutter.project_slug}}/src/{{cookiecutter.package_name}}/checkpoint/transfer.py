@@ -207,6 +207,7 @@ def candidates(where: Place, step: Step) -> tuple[list[Place], bool]:
     # This is not a run. It may be a folder of weights that another library wrote.
     if has_files(where, SAFETENSORS):
         return [where], False
+    # There is no checkpoint to try: `find_checkpoint` raises an error that says so.
     return [], True
 
 
@@ -221,8 +222,8 @@ def best_checkpoint(directory: Place) -> Place:
             scores[path] = read_manifest(path)["score"]
     best = best_by_validation(scores)
     if best is None:
-        # The message names the metric of the newest checkpoint. The rule of a score ends with the
-        # metric, as in "min validation_loss", the default rule.
+        # The message names the metric in the rule of the newest checkpoint, such as "min
+        # validation_loss". If no manifest could be read, take that rule, which is the default.
         newest_rule = "min validation_loss"
         if scores:
             newest_rule, _ = list(scores.values())[-1]
@@ -248,9 +249,10 @@ def load_weights(
 
     Collective; an error on any rank is raised on all. The summary lists tensors that only the model
     has, which keep their initial values, and tensors that only the source has, which are ignored.
-    With `strict`, either is a UserError. A different shape, or no common name, always is. `new`
-    lists tensors or modules of the model that are not loaded. `base` is as in `find_checkpoint`.
-    After an error, some of the weights may already be loaded.
+    With `strict`, both kinds raise UserError. A tensor of another shape always raises UserError,
+    and so does a source that shares no name with the model. `new` lists tensors or modules of the
+    model that are not loaded. `base` is as in `find_checkpoint`. After an error, some of the
+    weights may already be loaded.
     """
     path, manifest = find_checkpoint(where, step, group, base)
     with group.together():

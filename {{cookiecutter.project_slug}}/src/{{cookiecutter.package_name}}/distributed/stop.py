@@ -81,10 +81,10 @@ class Stop:
     def poll(self, save_failed: bool = False) -> Agreed:
         """Send this rank's flags, and return the combined flags of all ranks; collective.
 
-        The result combines the flags that the ranks sent at their previous poll. So a rank waits
-        only if another rank is a whole poll behind. The first poll has no previous one: it waits
-        for all ranks and combines the flags that they send now. So a stop during start-up takes
-        effect before the first step.
+        With several ranks, a poll combines the flags that the ranks sent at their previous poll. So
+        a rank waits only if another rank is a whole poll behind. But the first poll waits for all
+        ranks and combines the flags that they send now, so that a stop during start-up takes effect
+        before the first step. Raises RankError if another rank is gone or does not answer in time.
         """
         self.polled = True
         flags = [self.signal or 0, int(bool(self.reason)), int(save_failed)]
@@ -114,7 +114,8 @@ class Stop:
         if agreed.finish or not agreed.stop_signal:
             return "finished"
         # Perhaps only another rank got the signal. In an elastic job, `regrouping` waits a few
-        # seconds for a signal to this rank. If none comes, only another machine leaves the job.
+        # seconds for a signal to this rank. If none comes, another machine is leaving the job, and
+        # this rank must be restarted to continue without that machine.
         if regrouping(lambda: self.signal is not None):
             return "regrouping"
         return "preempted"

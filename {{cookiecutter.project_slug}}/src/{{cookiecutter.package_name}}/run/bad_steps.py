@@ -43,8 +43,8 @@ class RunningBuffers:
 
     After the forwards of each step, `agree_on_buffers` makes them equal on all ranks: the mean over
     the ranks for floating-point and complex buffers, rank 0's value for all others (counts, flags).
-    On a GPU it looks only every 50 steps for buffers that have begun to differ. Bad steps, saves,
-    validation and recomputed activations do not change the buffers.
+    On a GPU it compares the ranks' buffers only every 50 steps, to find those that have begun to
+    differ. Bad steps, saves, validation and recomputed activations do not change the buffers.
     """
 
     # Indices of the buffers that `agree_on_buffers` sends between ranks; None until it has compared
@@ -142,7 +142,10 @@ class BadSteps:
             )
 
     def _name_samples(self, state: "State") -> None:
-        """Raise UserError with the samples that made the last step bad; collective."""
+        """Raise UserError with the samples that made the last step bad.
+
+        Collective: all ranks raise the same error.
+        """
         is_stream = state.loader.size is None
         if is_stream and self.group.size > 1:
             # The search distributes parts of the batch over the ranks again, but each rank has read

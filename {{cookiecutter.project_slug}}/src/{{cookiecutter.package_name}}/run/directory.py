@@ -43,7 +43,8 @@ log = logging.getLogger(__name__)
 LOGS = "logs"
 # Fields of status.json that say where, and with what code, the run was last trained.
 ORIGIN = {"ranks", "machine", "versions", "source"}
-# Settings that one run does not take over from another. "workflow" is a whole section of settings.
+# Settings that a run does not take from the config.json of another run (--config). "workflow" is a
+# whole section of settings.
 OF_ONE_RUN = (
     "name",
     "run_dir",
@@ -96,9 +97,9 @@ def with_saved(config: Any, read: Callable[[dict[str, Any]], Any]) -> Any:
         assert saved is not None
         taken: dict[str, Any] = {}
         not_taken = set(OF_ONE_START)
-        # With --checkpoint.frozen no, checkpoints leave out the frozen weights, so a resume reads
-        # these from the saved --init-from. But it does not take that path from a store, which must
-        # not choose the files that a run reads.
+        # With --checkpoint.frozen no, checkpoints leave out the frozen weights, and a resume reads
+        # them from the saved --init-from. Do not take that path from a store: those who can write
+        # to the store must not choose the files that a run reads.
         if not store and dict(flatten(saved)).get("checkpoint.frozen") == "no":
             not_taken -= {"init_from", "init_new"}
         for name, value in flatten(saved):
@@ -155,7 +156,8 @@ def only_run() -> Iterator[None]:
 def lock_file(file: Any, used: Path) -> list[str]:
     """Lock an open file until it is closed; return its lines except the first, the owner's name.
 
-    If another process has locked the file, raises UserError: `used` is in use by that process.
+    If another process has locked the file, raises UserError, which says that the other process uses
+    the path `used`.
     """
     file.seek(0)
     owner, *lines = file.read().splitlines() or ["another process"]
@@ -209,7 +211,10 @@ class RunDirectory:
         self.running: Running | None = None
 
     def __enter__(self) -> "RunDirectory":
-        """Lock the directory; UserError if another run uses it, or if a rank does not see it."""
+        """Lock the directory and open the logs; collective.
+
+        All ranks raise UserError if another run uses the directory, or if a rank does not see it.
+        """
         group = self.group
         # The names of the torchrun processes that started the ranks; [] without torchrun.
         launchers = [name for name in group.gather(launcher()) if name]
@@ -236,7 +241,10 @@ class RunDirectory:
             self.lock.close()
 
     def begin(self, state: "State", stop: Stop, spec: dict[str, Any]) -> None:
-        """Write the settings, the data's spec and the status "running"; RankError on failure."""
+        """Write the settings, the data's spec and the status "running"; collective.
+
+        If rank 0 cannot write them, all ranks raise RankError.
+        """
         self.origin = {"ranks": self.group.size, **where_measured(state.world.device)}
         if self.group.is_first:
             self.origin["source"] = code_version()

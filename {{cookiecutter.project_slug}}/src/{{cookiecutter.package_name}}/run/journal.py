@@ -81,7 +81,8 @@ class Journal:
     def begin(self, validation: dict[str, float]) -> None:
         """Remove the lines of metrics.jsonl after the step from which the run starts; collective.
 
-        Metrics in `validation` are added to the line of that step. Raises RankError on failure.
+        Metrics in `validation` are added to the line of that step. If rank 0 cannot rewrite the
+        file, all ranks raise RankError.
         """
         with self.group.together():
             if self.group.is_first:
@@ -175,7 +176,7 @@ class Journal:
     def _write(self, record: dict[str, Any]) -> None:
         """Append a record's line, after earlier lines whose write failed.
 
-        On an error, keep the lines that are not written for the next call.
+        If a write fails, the next call writes what is left.
         """
         # Lines are left over only from a failed write, which has logged the warning below.
         has_warned = bool(self.unwritten)

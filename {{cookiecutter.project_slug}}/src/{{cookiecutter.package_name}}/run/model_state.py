@@ -202,9 +202,9 @@ def changed_attributes(before: dict[str, Attribute], after: dict[str, Attribute]
 
 
 def python_attributes(model: nn.Module) -> dict[str, Attribute]:
-    """Return, by full name, the attributes of all modules in which `forward` may keep values.
+    """Return all attributes in which the `forward` of a module may keep values, by full name.
 
-    They hold plain values, containers, arrays, or tensors.
+    These are the attributes that hold plain values, containers, arrays or tensors.
     """
     buffer_ids = {id(buffer) for buffer in model.buffers()}
     attributes: dict[str, Attribute] = {}

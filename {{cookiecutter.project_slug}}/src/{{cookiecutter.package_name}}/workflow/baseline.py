@@ -220,10 +220,10 @@ def judge_losses(stage: Stage, first: np.ndarray, second: np.ndarray, cpu: bool)
 
 
 def judge_sums(stage: Stage, state: State) -> None:
-    """Check that the sums of two halves add up to those of the batch, as accumulation requires.
+    """Check that the sums of compute_loss over two halves of a batch add up to those of the batch.
 
-    The model is in evaluation mode, without dropout. The model may still be random, so each batch
-    is evaluated several times (draws), and the means are compared.
+    Gradient accumulation requires this. The model is in evaluation mode, without dropout. It may
+    still be random, so each batch is evaluated several times (draws), and the means are compared.
     """
     wanted = f"the same within {TOLERANCE:.0%}"
     if need_not_add_up():

@@ -118,7 +118,8 @@ def lock_stage(run_dir: Path, name: str) -> TextIO:
     """Lock a stage of a run until the returned file is closed; UserError if it is locked."""
     file = stage_file(run_dir, name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    # Mode "a+" does not truncate the file: if another process holds the lock, the file names it.
+    # Mode "a+" does not truncate the file. If another process holds the lock, the file has its
+    # name, which the error of `lock_file` shows.
     lock = open_to_write(file.with_name(f".{name}.lock"), "a+", errors="replace")
     lock_file(lock, file)
     write_owner(lock)

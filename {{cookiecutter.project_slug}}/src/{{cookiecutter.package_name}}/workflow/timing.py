@@ -66,9 +66,10 @@ def record_steps(state: State, steps: int) -> Steps:
         losses[i] = means(sums, state.metrics or ())["loss"]
         # `train_step` adds to the sums, so reset them to get the loss of the next step alone.
         state.sums = 0.0
-    # In training, the host would not wait for the device. In that time it would already read the
-    # next batch, so it would wait less for data, or not at all. Subtract the wait that this would
-    # hide. Here the wait of a step stands in for the wait of the next step.
+    # Here the host waits for the device first, and for the next batch afterwards. In training it
+    # waits for the next batch while the device is still working. So subtract the wait for data
+    # that fits into the wait for the device. As an approximation, take the wait for this step's
+    # batch instead of the next one's.
     hidden = np.minimum(waits, idle)
     return Steps(losses=losses, seconds=seconds - hidden, waits=waits - hidden)
 
