@@ -71,6 +71,17 @@ def test_the_smallest_of_the_fastest_micro_batches_is_recommended(
     assert stage.figures["micro_batch"]["best"] == 4 and "recommended" not in stage.figures
 
 
+def test_little_free_memory_stops_only_larger_micro_batches(
+    project: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(project.module("workflow.tuning"), "free_host_memory", lambda: 1000)
+    timed_as(project, monkeypatch, {"1": 0.8, "2": 0.4, "4": 0.2})
+    stage = tried(project, tmp_path, train__global_batch_size=32, train__micro_batch_size=4)
+    (check,) = stage.checks
+    assert sorted(stage.figures["micro_batch"]["peak_memory_bytes"]) == [1, 2, 4]
+    assert check["measured"].endswith("; larger sizes not tried: only 1 kB are free")
+
+
 def test_sizes_go_up_to_the_global_batch_as_time_allows(project: Project) -> None:
     tuning = project.module("workflow.tuning")
     assert tuning.sizes_to_try(4, 48, 0.01) == [4, 1, 2, 8, 16, 32, 48]

@@ -110,7 +110,10 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     why_stopped = ""
     ways: dict[str, Way] = {}
     peaks: dict[int, int] = {}
+    memory_is_short = False
     for size in sizes_to_try(given, batch, stage.figures["step_seconds"]["median"]):
+        if memory_is_short and size > given:
+            break
         plan = micro_batches(batch, size, state.world.rank, state.world.size)
         try:
             way = without_loader(dataclasses.replace(state, plan=plan))
@@ -131,7 +134,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
         free = free_host_memory()
         if size >= given and state.world.device.type == "cpu" and peaks[size] > free:
             why_stopped = f"; larger sizes not tried: only {in_units(free)} are free"
-            break
+            memory_is_short = True
     if len(ways) < 2:
         return
     seconds = time_interleaved(ways)
