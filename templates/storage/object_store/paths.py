@@ -82,7 +82,7 @@ def has_files(folder: Place, suffix: str) -> bool:
 
 
 def step_folders(directory: Place) -> list[Place]:
-    """Return the folders of checkpoints, whether or not they are published, oldest first."""
+    """Return the folders of checkpoints, oldest first: in a store, also those not yet published."""
     names = [name for name in names_in(directory) if PUBLISHED.fullmatch(name)]
     steps = [int(name.removeprefix("step_")) for name in names]
     return [directory / step_name(step) for step in sorted(steps)]
@@ -227,9 +227,10 @@ def make_temporary_folder() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             lock_file.unlink()
     folder = tmpdir / f"{TEMPORARY}{uuid.uuid4().hex}"
-    # The lock file is beside the folder, not in it: readers close every file in the folder, and
-    # closing a file releases this process's lock on it. The lock file gets the suffix .lock only
-    # once it is locked. Otherwise another process could take it for one that was left behind.
+    # The lock file is beside the folder, not in it. What reads a copy may open and close every file
+    # in the folder, and closing any descriptor of the lock file would release this process's lock.
+    # The lock file gets the suffix .lock only once it is locked. Otherwise another process could
+    # take it for one that was left behind.
     lock = folder.with_suffix(".new").open("x")
     # Register it for `release_copies`.
     temporary_folders[folder] = lock

@@ -219,7 +219,8 @@ class UploadingPublisher(Publisher):
                     raise CheckpointError(problem)
             store.upload(folder, manifest["files"], reserved)
             facts = dict(manifest)
-            # `commit` adds the digest and the folder of the manifest in the store.
+            # In the store, the manifest has another digest, and the folder of this upload. `commit`
+            # adds both.
             del facts["digest"]
             facts.pop("folder", None)
             store.commit(reserved, facts)

@@ -112,6 +112,7 @@ def try_micro_batches(stage: Stage, state: State) -> None:
     peaks: dict[int, int] = {}
     memory_is_short = False
     for size in sizes_to_try(given, batch, stage.figures["step_seconds"]["median"]):
+        # Smaller sizes come after the given one, and are tried in any case.
         if memory_is_short and size > given:
             break
         plan = micro_batches(batch, size, state.world.rank, state.world.size)
@@ -207,7 +208,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     tried with the recommended micro-batch size, if there is one. Returns steps that were measured
     with the recommended number, or None if no number is faster.
     """
-    # A stream of unknown size starts its own workers.
+    # A stream, whose size is unknown, has no loader workers, since it reads ahead by itself.
     if state.loader.size is None:
         return None
     train = state.config.train
@@ -242,8 +243,9 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
             ways[str(count)] = way
     if len(ways) < 2:
         return None
-    # The largest number is a multiple of the others. So a window with a multiple of this number of
-    # steps has complete rounds of any number of workers.
+    # In a round, each worker delivers one batch. The largest number of workers is a multiple of the
+    # others. So if it divides the number of steps of a window, the window has complete rounds for
+    # each of these numbers.
     seconds = time_interleaved(ways, multiple=max(int(count) for count in ways))
     best = choose(stage, setting, given, seconds)
     if best is None:
@@ -280,8 +282,10 @@ def workers_to_try(given: int, waited: float, seconds: float, device: torch.devi
     counts: list[int] = []
     for power in range(7):
         count = start * 2**power
-        # Each count is twice the one before. So `2 * most` allows the first one that reaches
-        # `most`, but not the next.
-        if given < count < 2 * most and count <= most_in_time:
+        if count > most_in_time:
+            break
+        if count > given:
             counts.append(count)
+        if count >= most:
+            break
     return counts[-2:]

@@ -86,8 +86,9 @@ def median_interval(values: Sequence[float] | np.ndarray) -> Interval:
     outcomes = 0
     for heads in range(count // 2):
         outcomes += math.comb(count, heads)
-        # If `heads` values are left out at each end, the true median is below the interval in these
-        # outcomes. It is above the interval in as many others, hence the factor 2.
+        # In these outcomes, at most `heads` values are below the true median. If `heads` values are
+        # left out at each end, the smallest one that is kept is then above the true median, so the
+        # interval misses it. As many outcomes miss it at the other end: hence the factor 2.
         if 2 * outcomes > 0.05 * 2**count:
             break
         left_out = heads

@@ -37,7 +37,7 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
         # for more.
         devices = max(2, asked)
     elif device.type == "cuda" and ":" not in config.device:
-        # If the user chose a device like cuda:1, only that one is used.
+        # The user has not chosen a single device, such as cuda:1.
         devices = torch.cuda.device_count()
     if asked > devices:
         usable = named(devices, "device")
@@ -55,7 +55,7 @@ def most_ranks(config: StageConfig, device: torch.device) -> tuple[int, str]:
         return 1, "--workflow.ranks is 1"
     if batch == 1:
         return 1, "--train.global-batch-size 1 cannot be divided"
-    return 1, "only one device is used; --device cpu checks everything except speed"
+    return 1, "only one device is used; with --device cpu, all but the speed can be checked"
 
 
 def refusal(config: Any, ranks: int) -> str:
@@ -146,6 +146,8 @@ def run_module(
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        # A process that is killed may have written only a part of a character.
+        errors="replace",
         start_new_session=True,
     )
     # `problem` keeps this text if `communicate` below raises TimeoutExpired.

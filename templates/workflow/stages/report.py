@@ -238,7 +238,7 @@ def scale_pictures(figures: JsonObject) -> list[plots.Picture]:
     rows: list[plots.Bar] = []
     for count, record in records.items():
         megabytes = record["memory"]["measured"] / 1e6
-        # Below the title, this reads as "memory of a rank of 4".
+        # This continues the title "Memory of a rank", which is above all bars.
         rows.append(plots.Bar(f"of {count}", megabytes))
     memory = plots.picture("Memory of a rank", plots.bars, rows, "MB", plots.four_digits)
     return [throughput, memory]
@@ -253,7 +253,7 @@ def recovery_picture(figures: JsonObject) -> plots.Picture:
     ]
     # Results of earlier releases do not have this figure.
     if "cost_seconds" in figures:
-        rows.insert(1, plots.Bar("training time it costs", figures["cost_seconds"]["median"]))
+        rows.insert(1, plots.Bar("training time per save", figures["cost_seconds"]["median"]))
     for phase, description in RESTART.items():
         rows.append(plots.Bar(f"restart: {description}", restart[phase]))
     rows.append(plots.Bar("verify and load", figures["restore_seconds"]))

@@ -35,9 +35,10 @@ log = logging.getLogger(__name__)
 # differs far more: its halves add up to about twice the value of the batch.
 TOLERANCE = 0.01
 # Rounding may move a few samples across a threshold, as in an accuracy. So a warning about a metric
-# needs a larger difference, and whole numbers, which are counts, never cause one.
+# needs a larger difference. There is none about a metric whose values are whole numbers, since it
+# is a number of samples.
 TOLERANCE_OF_METRICS = 0.25
-# A model may be random in evaluation mode too, so each batch is evaluated this many times.
+# A model may be random in evaluation mode too, so each batch is evaluated up to this many times.
 DRAWS = 16
 # If randomness could explain a relative difference above this, a comparison proves nothing.
 TOO_RANDOM = 0.1
@@ -307,7 +308,7 @@ def is_certain(comparison: Comparison, index: int) -> bool:
         return False
     if index <= COUNT_OF_LOSS:
         return True
-    # For metrics there are two exceptions: see TOLERANCE_OF_METRICS.
+    # This is a metric. If its values are whole numbers, rounding may have moved some samples.
     if bool((values == values.round()).all()):
         return False
     return bool(comparison.relative[index] > TOLERANCE_OF_METRICS)

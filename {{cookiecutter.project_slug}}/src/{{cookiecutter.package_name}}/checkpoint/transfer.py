@@ -222,8 +222,8 @@ def best_checkpoint(directory: Place) -> Place:
             scores[path] = read_manifest(path)["score"]
     best = best_by_validation(scores)
     if best is None:
-        # The message names the metric in the rule of the newest checkpoint, such as "min
-        # validation_loss". If no manifest could be read, take that rule, which is the default.
+        # The message names the metric of the newest checkpoint's rule. If no manifest could be
+        # read, use the default rule.
         newest_rule = "min validation_loss"
         if scores:
             newest_rule, _ = list(scores.values())[-1]
@@ -282,8 +282,8 @@ def load_weights(
                 f"--init-new {each}: the model has no tensor or module of that name; "
                 "model.state_dict() has the names"
             )
-    # Maps names in the model to the names of the stored tensors to load. It also has entries for
-    # stored tensors that the model lacks.
+    # Maps names in the model to the names of the stored tensors to load. A stored tensor that the
+    # model lacks has an entry, too: from the name that the model would have for it.
     saved = weight_names(source.forms, ours)
     saved = with_averages(saved, source, weights)
     common = [name for name in ours if name in saved and name not in left_new]
@@ -301,7 +301,8 @@ def load_weights(
     if missing:
         notes.append(f"not in the file, kept as initialized: {_listed(missing)}")
     # `saved` may map several names to one stored tensor, as with peft's adapters. That tensor is
-    # unused only if the model has none of these names.
+    # unused only if the model has none of these names. A tensor that --init-new leaves out counts
+    # as used, so that the log does not mention it as unknown.
     used = {saved[name] for name in ours if name in saved}
     unused = sorted(name for name in saved.keys() - ours.keys() if saved[name] not in used)
     if unused:
@@ -385,14 +386,15 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
     The note contains the checkpoint's manifest, and the run's config.json and spec.json. If there
     is no config.json, it contains the settings in the manifest instead.
     """
-    # `run_of` returns None for a checkpoint in an object store. Then `where` may be the run.
+    # A run on this disk may keep its checkpoints in an object store. Then `run_of` returns None,
+    # and `where` is the run.
     run = run_of(path) or where
     manifest = dict(manifest)
     # An export contains all weights, so it needs no base.
     manifest.pop("base", None)
     note = {"manifest": manifest, "config": manifest["config"]}
     for name in ("config", "spec"):
-        # There is no such file if `run` is in an object store.
+        # If `where` is an address in the store itself, there are no such files.
         file = Path(str(run)) / f"{name}.json"
         if file.exists():
             note[name] = read_json(file)
