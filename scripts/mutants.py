@@ -413,7 +413,7 @@ def first_to_notice(
 ) -> str | None:
     """Run tests that usually take so many seconds on a broken render; which of them fails."""
     words = list(words)
-    limit = 120 + 5 * usual
+    limit = 120 + 2 * usual
     while words:
         code, failed = outcome(tests, words, change, limit)
         if code == 0:
