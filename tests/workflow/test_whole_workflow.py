@@ -16,8 +16,9 @@ from tests.project.test_life import PACKAGE, STAGES, commands_of, finish, start
 
 TINY = ("--preset", "tiny", "--device", "cpu", "--model.layers", "1", "--data.path", "text.txt")
 # What is typed stays: without it scale and the drill would compile in each of their processes.
-# So rare a failure that another interval between saves is recommended on any machine.
-RARE = ("--workflow.hours-between-failures", "1000")
+# So rare a failure that on any machine the drill recommends to save at the end alone. It does so
+# only if the run validates at its end alone, too: else it could not keep its best step.
+RARE = ("--workflow.hours-between-failures", "1000", "--train.validate-every", "20")
 COMMAND = ("workflow", *TINY, "--workflow.keep-going", "--compile.mode", "none", *RARE)
 
 
@@ -136,7 +137,7 @@ def test_what_the_stages_recommend_is_measured_together(whole: Whole) -> None:
     """And `train` takes it."""
     content, checks = whole.stage("recommended")
     file = "runs/default/workflow/recommended.toml"
-    assert set(checks) == {"together"} and f"train --config {file}\n" in whole.output
+    assert set(checks) == {"together"} and f"train --name default --config {file}\n" in whole.output
     assert all(f"     {link}" in whole.output for link in content["figures"]["settings"])
     # The interval that the drill recommends is there; what is typed stays.
     every = content["settings"]["checkpoint"]["every"]
