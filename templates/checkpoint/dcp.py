@@ -244,8 +244,8 @@ class DcpDirectory:
     def read(self, targets: Mapping[str, torch.Tensor], group: Group) -> None:
         """Fill `targets`, which are tensors of the run, with the saved values; collective.
 
-        If a target is sharded, each rank reads only its own shard. Raises CheckpointError, on every
-        rank, when any rank failed.
+        If a target is sharded, each rank reads only its own shard. Raises RankError, on every rank,
+        if any rank fails.
         """
         with group.together():
             check_shapes(self.forms, targets)

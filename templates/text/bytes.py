@@ -24,7 +24,7 @@ class TextConfig:
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
     """Return the settings unchanged, and "" (unknown) as the encoding of the .bin files.
 
-    A tokenizer would describe its .bin files in `folder`; this project has none.
+    This project knows of no file that describes them.
     """
     return data, ""
 

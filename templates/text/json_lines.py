@@ -34,7 +34,7 @@ def has_json_lines(path: Path, field: str) -> bool:
     is_list_of_objects = re.match(rb"\s*\[\s*\{", first_megabyte) is not None
     # JSON may write the field's name as it is, or with escapes such as \u00e9.
     forms = (json.dumps(field), json.dumps(field, ensure_ascii=False))
-    has_field = any(form.encode() in first_megabyte for form in forms)
+    has_field = any(form.encode(errors="surrogateescape") in first_megabyte for form in forms)
     if is_list_of_objects and has_field:
         raise UserError(
             f"{path} is one JSON list, not JSON lines: convert it with "

@@ -67,9 +67,9 @@ class Tracking:
     def after_validation(self, state: "State", figures: dict[str, float]) -> None:
         """Queue the metrics of a validation that this start repeats before its first step.
 
-        A stop signal interrupted the validation in an earlier start, which sent the record of the
-        step without these metrics. Later validations need no record of their own: `after_step`
-        queues the record of the step, which has their metrics.
+        An earlier start did not complete this validation, usually because of a stop signal. It sent
+        the record of the step without these metrics. Later validations need no record of their own:
+        `after_step` queues the record of the step, which has their metrics.
         """
         if state.step == self.step and self.thread.is_alive():
             metrics = validation_figures(figures)

@@ -52,7 +52,7 @@ def test_it_has_the_matrices_of_the_blocks_and_no_other(project: Project) -> Non
         for p, name in names.items()
         if p.ndim == 2 and name.startswith("blocks.")
     }
-    assert own == matrices and "embedding.weight" in names.values() - own.keys()
+    assert own == matrices and "embedding.weight" in set(names.values()) - own.keys()
     listed = [p for group in state.optimizer.param_groups for p in group["params"]]
     assert len(listed) == len(set(listed)) == len(names)
 

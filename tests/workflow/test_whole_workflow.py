@@ -16,8 +16,8 @@ from tests.project.test_life import PACKAGE, STAGES, commands_of, finish, start
 
 TINY = ("--preset", "tiny", "--device", "cpu", "--model.layers", "1", "--data.path", "text.txt")
 # What is typed stays: without it scale and the drill would compile in each of their processes.
-# So rare a failure that on any machine the drill recommends to save at the end alone. It does so
-# only if the run validates at its end alone, too: else it could not keep its best step.
+# So rare a failure that on any machine the drill recommends saving only at the end. It does so only
+# if the run also validates only at its end: otherwise it could not keep its best step.
 RARE = ("--workflow.hours-between-failures", "1000", "--train.validate-every", "20")
 COMMAND = ("workflow", *TINY, "--workflow.keep-going", "--compile.mode", "none", *RARE)
 

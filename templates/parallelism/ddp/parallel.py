@@ -118,7 +118,7 @@ def wrap(
         gradient_as_bucket_view=True,
     )
     # The constructor has copied rank 0's buffers to all ranks, which it does only if this is True.
-    # From now on, `agree_on_buffers` synchronizes buffers once per step, and not each forward.
+    # From now on, `agree_on_buffers` synchronizes buffers once per step, not at each forward.
     module.broadcast_buffers = False
     return module
 

@@ -155,7 +155,7 @@ def wrap(
     """Shard each block, then the rest of the model, in place; return the module to call.
 
     Collective. Raises UserError for parameters that FSDP would train differently from DDP, and for
-    a number of copies that does not fit the ranks. If only one rank fails, such as for lack of
+    a number of copies that does not fit the ranks. If only one rank fails, for example for lack of
     memory, its process ends. The others wait in their next collective, until torchrun ends them.
     """
     if not world.distributed:
@@ -427,8 +427,8 @@ def divide_work(
 
     `matrices` has only this rank's rows of each matrix, sharded like the tensors in `like`. Each
     matrix is gathered on one rank, which applies `work` and sends the others their rows. So a rank
-    holds one whole matrix at a time, and no work is repeated within a copy of the model. If `work`
-    fails on one rank, the others wait for its rows, until torchrun ends them.
+    holds one whole matrix at a time, and no work is repeated within a copy of the model. An error
+    on one rank ends its process. The others wait for its rows, until torchrun ends them.
     """
     if not isinstance(like[0], DTensor):
         return work(matrices)

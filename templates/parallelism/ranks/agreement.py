@@ -40,8 +40,9 @@ _block = threading.local()
 class Group:
     """Shares values and errors between the ranks, on their CPUs, over gloo.
 
-    All ranks call the collective methods together, in the same order. In a process without torchrun
-    these methods return at once.
+    All ranks call the collective methods together, in the same order. If a rank's process dies, the
+    others fail or wait in the next of these calls, until torchrun ends them. In a process without
+    torchrun these methods return at once.
     """
 
     # The console, on a rank whose stderr is redirected to its log; None on other ranks.
@@ -228,7 +229,7 @@ class Group:
 
         All ranks get the same result. A rank waits only for ranks that have not made the previous
         call yet. But the first call waits for all ranks, and returns the maxima of the flags that
-        it sends. Raises RankError if a rank is gone.
+        it sends. Raises RankError if a rank is gone, or does not answer in time.
         """
         if self.process_group is None:
             return flags

@@ -95,8 +95,8 @@ class Agent(LocalElasticAgent):
             with contextlib.suppress(OSError):
                 print(text, file=sys.stderr, flush=True)
         elif result.failures:
-            # All ranks here have ended with TO_BE_RESTARTED. torchrun takes that for a failure,
-            # which uses up a restart, so add one.
+            # All ranks that have ended so far have ended with TO_BE_RESTARTED. torchrun takes that
+            # for a failure, which uses up a restart, so add one.
             self._remaining_restarts += 1
         return result
 

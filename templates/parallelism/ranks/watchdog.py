@@ -52,7 +52,7 @@ SUSPENDED_SECONDS = 5.0
 
 
 def monitors(state: "State", run_dir: Path, group: Group) -> tuple[list[Any], list[Any]]:
-    """Return the callbacks to call before the journal, and those after it: here there are none."""
+    """Return the callbacks to call before the journal, and those to call after it (none)."""
     before: list[Any] = []
     after: list[Any] = []
     if state.world.distributed:
@@ -120,14 +120,14 @@ class Watchdog:
             # kernel does that (world.py).
             if sys.platform != "linux" and os.getppid() != self.parent:
                 os._exit(1)
+            # Read `phases` before `resumed`: at the end of a phase, the training thread sets
+            # `resumed` first. In the other order, the short limit could be applied to the start of
+            # a long phase.
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())
             # Each exchange restarts the clock. There is one before each batch of a validation, so a
             # whole validation may take hours.
-            # At the end of a phase, the training thread first sets `resumed`, then changes
-            # `phases`. Here `phases` is read first: in the other order, the short limit could meet
-            # the start of a long phase.
             began = max(self.began, self.group.resumed, self.group.exchanged)
             # If this process was suspended, perhaps the whole job was. That is not a hang, so the
             # time of the suspension does not count.

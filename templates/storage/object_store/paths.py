@@ -227,10 +227,10 @@ def make_temporary_folder() -> Path:
             shutil.rmtree(folder, ignore_errors=True)
             lock_file.unlink()
     folder = tmpdir / f"{TEMPORARY}{uuid.uuid4().hex}"
-    # The lock file is beside the folder, not in it. What reads a copy may open and close every file
-    # in the folder, and closing any descriptor of the lock file would release this process's lock.
-    # The lock file gets the suffix .lock only once it is locked. Otherwise another process could
-    # take it for one that was left behind.
+    # The lock file is beside the folder, not in it. Code that reads a copy may open and close every
+    # file in the folder, and closing any descriptor of the lock file would release this process's
+    # lock. The lock file gets the suffix .lock only once it is locked. Otherwise another process
+    # could take it for one that was left behind.
     lock = folder.with_suffix(".new").open("x")
     # Register it for `release_copies`.
     temporary_folders[folder] = lock

@@ -154,7 +154,7 @@ class Muon(torch.optim.Optimizer):
     def step(self, closure: None = None) -> None:
         """Update each parameter that has a gradient; change nothing if `found_inf` is 1.
 
-        Ranks may divide the work: if one of them fails here, the others wait for its results.
+        If several ranks divide the work and one of them fails, the others wait for its results.
         """
         found_inf = getattr(self, "found_inf", None)
         self.adamw.found_inf = found_inf

@@ -208,7 +208,7 @@ def try_loader_workers(stage: Stage, state: State, waited: float) -> Steps | Non
     tried with the recommended micro-batch size, if there is one. Returns steps that were measured
     with the recommended number, or None if no number is faster.
     """
-    # A stream, whose size is unknown, has no loader workers, since it reads ahead by itself.
+    # A stream, whose size is unknown, has no loader workers. If need be, it prefetches by itself.
     if state.loader.size is None:
         return None
     train = state.config.train

@@ -118,7 +118,7 @@ def run_unlocked_stages(given: StageConfig, arguments: list[str], measure_again:
         status = content["status"]
         statuses[name] = status
         # A failed check of `compile` does not prevent training: the stage recommends only a compile
-        # mode that works, or the mode "none". So take its recommendation.
+        # mode that works, or the mode "none". So take its recommendation, if it has one.
         if status not in FAILED or (name == "compile" and status == "fail"):
             config = take_recommended(config, content, typed, taken)
         elif not config.workflow.keep_going:

@@ -129,7 +129,7 @@ class Recorder:
 def kill_run() -> None:
     """Kill this process. If torchrun started it, kill torchrun first: all other ranks then end.
 
-    If torchrun survived, it would start the ranks again.
+    If torchrun survived, it would end the other ranks with SIGTERM, and they could still save.
     """
     if "RANK" in os.environ:
         os.kill(os.getppid(), signal.SIGKILL)

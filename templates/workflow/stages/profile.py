@@ -129,7 +129,7 @@ def judge_steps(
 
     `ranks` has the breakdown of each rank. `untraced` is the seconds of an untraced step. `waiting`
     is the fraction of time that untraced steps waited for data (0 if not measured). It replaces the
-    fraction from the trace if that is smaller.
+    fraction from the trace if the latter is smaller.
     """
     # Report the slowest rank. It spends the least time in communication, since the other ranks wait
     # for it there.

@@ -52,7 +52,8 @@ EFFICIENCY_ADVICE = (
     "raise --train.micro-batch-size and the global batch for more work between synchronizations; "
     "check the GPUs' links (nvidia-smi topo -m), --train.loader-workers and the host's cores"
 )
-# The results of `examine` by number of processes.
+# The results of `examine` by number of processes, with those of `compare` unless float32 ran out of
+# memory.
 Records = dict[int, dict[str, Any]]
 
 
@@ -276,7 +277,7 @@ def main() -> int:
     record = examine(config, world)
     if world.rank == 0:
         write_json(file, record)
-    # These steps in float32 may need more memory than there is. Then the file remains as it is.
+    # The steps of `compare` may run out of memory. Then the file keeps the results of `examine`.
     record |= compare(config, world)
     if world.rank == 0:
         write_json(file, record)

@@ -370,7 +370,7 @@ def unchanged(state: "State") -> Iterator[None]:
     numpy_numbers = np.random.get_state()
     devices = [state.world.device] if state.world.device.type == "cuda" else []
     try:
-        # `state.module` may wrap `state.model`, as under DDP: the mode is a property of both.
+        # `state.module` may wrap `state.model`. Setting its mode sets that of the model, too.
         with torch.random.fork_rng(devices), evaluation_mode(state.module), without_compilation():
             yield
     finally:

@@ -102,7 +102,7 @@ def compile_model(model: nn.Module, blocks: Iterable[nn.Module], config: Compile
     targets = [model] if mode == "full" else list(blocks)
     if targets:
         # By default torch keeps only the metrics of the last 64 compilations. `compile_summary`
-        # needs those of all, and 4096 are more than a run can have.
+        # needs all of them, and few runs have more than 4096.
         torch._dynamo.utils.set_compilation_metrics_limit(4096)
         # DDP can split a compiled graph at the boundaries of its buckets. For a whole model, this
         # lets communication overlap with backward. Blocks are separate graphs already.

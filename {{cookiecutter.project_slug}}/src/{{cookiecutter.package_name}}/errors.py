@@ -25,8 +25,8 @@ PASSING |= {"RankError"}
 NETWORK_PACKAGES = {"aiohttp", "botocore", "httpcore", "httpx", "urllib3"}
 # Other errors that may not occur again are plain RuntimeErrors, with one of these texts in them.
 PASSING_WORDS = ("gloo", "DataLoader worker", "CUDA error", "cuDNN error")
-# Set once this process has completed a step of `train`, with its callbacks, under torchrun. Other
-# commands never set it.
+# Set once a run in this process has completed a step, with its callbacks, under torchrun. Without
+# torchrun it is never set.
 stepped = threading.Event()
 
 # When a run gets one of these signals, it saves and stops.

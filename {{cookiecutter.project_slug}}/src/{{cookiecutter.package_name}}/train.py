@@ -134,7 +134,7 @@ def setup(config: Config, world: World | None = None, weights_follow: bool = Fal
     Pass `world` if the process group is joined already. `weights_follow` means that the caller
     loads the weights of --init-from afterwards, so they need not be initialized here. If only one
     rank fails, for example because it lacks the data, its process ends. The others then fail or
-    wait in the next collective, until torchrun ends them.
+    wait in the next collective, until they are ended, too.
     """
     world = world or join(config.parallel, config.device)
     require_same_settings(config, world)
@@ -242,8 +242,8 @@ def train_step(state: State, batches: list[Any]) -> None:
     The gradient is that of (sum of losses) / (sum of counts) over all ranks, so it does not depend
     on how the batch is split. On a GPU the host waits for the device in only three cases: in the
     first step, in `agree_on_buffers` at each 50th step, and if the optimizer has no fused step.
-    If only one rank raises an error, its process ends. The others then fail or hang in the next
-    collective, until torchrun or the watchdog ends them.
+    If only one of several ranks raises an error, its process ends. The others then fail or hang in
+    the next collective, until they are ended, too.
     """
     config, world = state.config, state.world
     # Random numbers are a function of (seed, step, rank), so generator states need not be saved.

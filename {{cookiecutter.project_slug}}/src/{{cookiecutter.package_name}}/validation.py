@@ -33,7 +33,7 @@ def validate(state: "State", stopped: Callable[[], bool] = never) -> dict[str, f
     `stopped()` is called before each batch and must return the same on all ranks. Once it returns
     True, the result is {}. Raises UserError, on every rank, if ranks have different metrics. If
     only one rank raises another error, its process ends. The others then fail or hang in the next
-    collective, until torchrun or the watchdog ends them.
+    collective, until they are ended, too.
     """
     config, world = state.config.train, state.world
     chosen = fixed_subset(len(state.validation), config.validate_samples)

@@ -174,7 +174,8 @@ def check_base(
 
     Collective. The path is `given` or, if that is None, the one in the manifest. A file in
     `run_dir` caches the hashes (None: no cache). Raises UserError, on every rank, if there are no
-    weights at the path, or if their contents do not match the digest in the manifest.
+    weights at the path, or if their contents do not match the digest in the manifest; RankError,
+    on every rank, if any rank cannot read them.
     """
     base = manifest["base"]
     path = given or Path(base["path"])
@@ -188,6 +189,7 @@ def check_base(
                 f"the checkpoint of step {manifest['step']} leaves out frozen weights, and "
                 f"{path} {problem}: {way_out}"
             )
+    # `digest_of` returns the same digest on all ranks, so all of them raise the next error or none.
     digest = digest_of(path, run_dir / KNOWN if run_dir else None, group)
     if digest != base["digest"]:
         raise UserError(

@@ -271,13 +271,15 @@ class Checkpointer(contextlib.AbstractContextManager["Checkpointer"]):
 
         Collective. The whole checkpoint is verified before anything is loaded. `base` is the new
         path of weights that the checkpoint leaves out, if they have moved. Raises UserError if
-        another run saved the checkpoint, or if optimizer state would be lost; `reset_optimizer`
-        drops that state instead. An error on any rank is raised on all of them.
+        these weights are not there, if another run saved the checkpoint, or if optimizer state
+        would be lost; `reset_optimizer` drops that state instead. These errors, and RankError if
+        any rank cannot read the checkpoint, are raised on all ranks.
         """
         newest = self.publisher.newest_good()
         if newest is None:
             return 0
         path, manifest = newest
+        # All ranks have the same manifest and the same facts, so all of them raise, or none.
         problems = identity_differences(manifest.get("identity"), self.facts["identity"])
         if problems:
             raise UserError(self._other_run(path, problems, self.publisher.start_over))

@@ -283,7 +283,7 @@ def load_weights(
                 "model.state_dict() has the names"
             )
     # Maps names in the model to the names of the stored tensors to load. A stored tensor that the
-    # model lacks has an entry, too: from the name that the model would have for it.
+    # model lacks has an entry, too, under the name that it would have in the model.
     saved = weight_names(source.forms, ours)
     saved = with_averages(saved, source, weights)
     common = [name for name in ours if name in saved and name not in left_new]
@@ -302,7 +302,7 @@ def load_weights(
         notes.append(f"not in the file, kept as initialized: {_listed(missing)}")
     # `saved` may map several names to one stored tensor, as with peft's adapters. That tensor is
     # unused only if the model has none of these names. A tensor that --init-new leaves out counts
-    # as used, so that the log does not mention it as unknown.
+    # as used, so that the summary does not list it as ignored.
     used = {saved[name] for name in ours if name in saved}
     unused = sorted(name for name in saved.keys() - ours.keys() if saved[name] not in used)
     if unused:
@@ -386,15 +386,15 @@ def make_note(where: Place, path: Place, manifest: dict[str, Any]) -> dict[str, 
     The note contains the checkpoint's manifest, and the run's config.json and spec.json. If there
     is no config.json, it contains the settings in the manifest instead.
     """
-    # A run on this disk may keep its checkpoints in an object store. Then `run_of` returns None,
-    # and `where` is the run.
+    # `run_of` returns None if the checkpoint is not in a run directory on this disk. Then `where`
+    # may still be the run.
     run = run_of(path) or where
     manifest = dict(manifest)
     # An export contains all weights, so it needs no base.
     manifest.pop("base", None)
     note = {"manifest": manifest, "config": manifest["config"]}
     for name in ("config", "spec"):
-        # If `where` is an address in the store itself, there are no such files.
+        # If `where` is not a run on this disk, there are no such files.
         file = Path(str(run)) / f"{name}.json"
         if file.exists():
             note[name] = read_json(file)

@@ -15,7 +15,7 @@ from .publish import best_by_validation
 class Listing:
     """The lines to print about a run's checkpoints, and whether any, or their base, is damaged.
 
-    Checkpoints that an earlier resume set aside do not count as damaged.
+    Checkpoints that were set aside do not count as damaged.
     """
 
     lines: list[str]
@@ -32,7 +32,7 @@ def list_checkpoints(run_dir: Path) -> Listing:
         problems_of[path] = problems
         if not problems:
             good[path] = manifest
-    # `damaged` lists the checkpoints that an earlier resume found damaged, and set aside.
+    # `damaged` lists the checkpoints that were set aside, as a resume does with damaged ones.
     if not problems_of and not damaged(directory):
         raise UserError(f"there are no checkpoints in {directory}: train first")
     best = best_by_validation({path: manifest["score"] for path, manifest in good.items()})
