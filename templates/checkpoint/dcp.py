@@ -1,10 +1,12 @@
 """Read and write sharded checkpoints with torch.distributed.checkpoint (DCP).
 
-Only this file uses private names of DCP. Writing adds three things to DCP's own `save`:
+Only this file uses private names of DCP. It adds three things to DCP's own `save`:
 
-- tensors that several ranks hold are divided evenly among these ranks;
-- errors of writer threads, which DCP loses, are raised;
-- each run caches its save plans under its own key, while DCP uses one key for the whole process.
+- `divided` divides tensors that several ranks hold evenly among these ranks; `Writer` calls it
+  before each save;
+- `DcpWriter` raises errors of writer threads, which DCP loses;
+- `DcpSaver` caches the save plans under a key of its own, while DCP uses one key for the whole
+  process.
 
 Reading runs no code from a checkpoint: the unpickler for DCP's index accepts only the few harmless
 types that an index needs. The index may refer only to files that the verified manifest names.
@@ -100,6 +102,8 @@ class DcpSaver:
             # write empty files.
             files = max(1, min(size // BYTES_PER_FILE, MOST_FILES, len(tensors)))
         writer = DcpWriter(folder, files)
+        # DCP flattens nested dictionaries, and joins their keys with dots: the names in its index
+        # are those of `tensors` again.
         try:
             dcp.save(
                 nested(tensors),
@@ -141,9 +145,11 @@ class DcpWriter(dcp.FileSystemWriter):
             # DCP writes its index outside of the threads, so it does not lose this error.
             if path.name.startswith(DCP_INDEX):
                 raise
+            # The error is not raised again, so DCP's thread continues after its `with` block.
             self.errors.append(error)
             if stream is None:
-                # The file could not be opened, but DCP needs a stream to continue.
+                # The file could not be opened, and the block has not run yet. Let it run with
+                # another stream.
                 yield io.BytesIO()
         else:
             # DCP writes its index to a .tmp file, and then renames it.
@@ -245,7 +251,7 @@ class DcpDirectory:
         """Fill `targets`, which are tensors of the run, with the saved values; collective.
 
         If a target is sharded, each rank reads only its own shard. Raises RankError, on every rank,
-        if any rank fails.
+        if any rank fails; it is a CheckpointError if the failure is in DCP.
         """
         with group.together():
             check_shapes(self.forms, targets)
@@ -291,7 +297,10 @@ class IndexUnpickler(pickle._Unpickler):
     dispatch: ClassVar[dict[int, Any]] = dict(pickle._Unpickler.dispatch)
 
     def find_class(self, module: str, name: str) -> Any:
-        """Return the class of that name if it is ALLOWED; raise UnpicklingError otherwise."""
+        """Return the class of that name if it is ALLOWED; raise UnpicklingError otherwise.
+
+        The error shows at most 200 characters of the name, which comes from the file.
+        """
         # Python 3.13 pickles a path as pathlib._local.PosixPath.
         module = module.removesuffix("._local")
         if f"{module}.{name}" not in ALLOWED:
@@ -299,7 +308,7 @@ class IndexUnpickler(pickle._Unpickler):
         return getattr(importlib.import_module(module), name)
 
     def load_build(self) -> None:
-        """Set attributes of an object; refuse a class or function, which other code uses, too."""
+        """Set attributes of an object; refuse to change a class or function, which others use."""
         # The top of the stack has the attributes; the entry below it is the object to change.
         if isinstance(self.stack[-2], type | types.FunctionType):
             raise pickle.UnpicklingError("it changes a class")

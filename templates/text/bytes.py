@@ -24,7 +24,7 @@ class TextConfig:
 def described(folder: Path, data: "DataConfig") -> tuple["DataConfig", str]:
     """Return the settings unchanged, and "" (unknown) as the encoding of the .bin files.
 
-    This project knows of no file that describes them.
+    This project does not look in `folder` for a file that describes them.
     """
     return data, ""
 
@@ -35,9 +35,9 @@ def fingerprint_of_text(config: TextConfig, spec: "Spec") -> str:
 
 
 def encode(text: str, spec: "Spec") -> list[int]:
-    """Convert a text to tokens. For token files, the text has their numbers: "15496 11 995".
+    """Convert a text to tokens; UserError if that is impossible.
 
-    Raises UserError if the text cannot be converted.
+    If the data are token files, the text must be the numbers of tokens, as in "15496 11 995".
     """
     if spec.encoding == "bytes":
         # A model needs at least one token, so an empty text becomes a line break.

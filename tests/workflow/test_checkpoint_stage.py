@@ -548,9 +548,9 @@ def test_nothing_of_a_drill_stays(on_one: Stand, error: Callable[[], BaseExcepti
 def test_a_process_that_ends_within_a_character_is_quoted(
     single: Project, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = ["import os", r"os.write(1, b'error: caf\xc3')", "os._exit(3)"]
+    lines = ["import os", r"os.write(1, b'error: 5 \xc3')", "os._exit(3)"]
     (tmp_path / "cut_off.py").write_text("\n".join(lines))
     monkeypatch.syspath_prepend(str(tmp_path))
     error = single.module("errors").RankError
-    with pytest.raises(error, match="exit code 3\n  error: caf\N{REPLACEMENT CHARACTER}"):
+    with pytest.raises(error, match="exit code 3\n  error: 5 \N{REPLACEMENT CHARACTER}"):
         single.module("workflow.processes").run_module("cut_off", seconds=60)

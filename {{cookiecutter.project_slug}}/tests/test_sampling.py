@@ -35,9 +35,9 @@ def test_epochs_follow_each_other_without_a_gap() -> None:
     """103 batches of 8 are exactly 8 epochs of 103 samples; batches may span two epochs."""
     size, batch_size = 103, 8
     order = GlobalBatches(size, batch_size, seed=1)
-    stream = np.concatenate([order.ids(step) for step in range(103)])
-    epochs = stream[: size * 8].reshape(8, size)
-    assert np.array_equal(np.sort(epochs), [np.arange(size)] * 8)
+    stream = np.concatenate([order.ids(step) for step in range(size)])
+    epochs = stream.reshape(batch_size, size)
+    assert np.array_equal(np.sort(epochs), [np.arange(size)] * batch_size)
     assert not np.array_equal(epochs[0], epochs[1])
 
 

@@ -84,13 +84,14 @@ def checksum(tensor: Tensor) -> Tensor:
     # View the bytes as rows of 128 integers of 8 bytes; zeros fill the last row.
     padding = -len(content) % 1024
     rows = F.pad(content, (0, padding)).view(torch.int64).view(-1, 128)
-    # Mix the high bits of each integer into lower ones. Otherwise two flipped sign bits would
-    # cancel: each changes the sum below by 2 ** 63, whatever its weight. The mask clears the 29
-    # copies of the sign bit that `>>` inserts, so that different integers stay different.
-    rows = rows ^ ((rows >> 29) & (2**35 - 1))
     # The result is a weighted sum of the integers modulo 2 ** 64. The weight of an integer is its
     # row's weight plus its column's weight. Row weights are odd and column weights are even, so the
-    # sum is odd. A change times an odd weight is never 0 modulo 2 ** 64.
+    # sum is odd. A change times an odd weight is never 0 modulo 2 ** 64. Column weights are far
+    # apart, so that few integers have the same weight.
+    # But first mix the high bits of each integer into lower ones. Otherwise two flipped sign bits
+    # would cancel: each would change the sum by 2 ** 63, whatever its weight. The mask clears the
+    # 29 copies of the sign bit that `>>` inserts, so that different integers stay different.
+    rows = rows ^ ((rows >> 29) & (2**35 - 1))
     row_sums = rows.sum(1)
     column_sums = rows.sum(0)
     row_weights = 2 * torch.arange(len(row_sums), device=tensor.device) + 1

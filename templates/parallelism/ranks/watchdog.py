@@ -120,9 +120,9 @@ class Watchdog:
             # kernel does that (world.py).
             if sys.platform != "linux" and os.getppid() != self.parent:
                 os._exit(1)
-            # Read `phases` before `resumed`: at the end of a phase, the training thread sets
-            # `resumed` first. In the other order, the short limit could be applied to the start of
-            # a long phase.
+            # At the end of a phase, the training thread sets `resumed`, and then changes `phases`.
+            # So read `phases` first. If `resumed` were read first, it could be the old time, from
+            # before a long phase, while `phases` already asks for the short limit.
             limit = self.limit
             if self.group.phases:
                 limit = max(limit, PHASE_LIMIT.total_seconds())

@@ -28,7 +28,7 @@ class Sample:
     harmless = True
     # The number of tokens in the prompt.
     prompt_length = 32
-    # The number of tokens to generate, if a context has as many.
+    # The number of tokens to generate, but at most as many as a context has.
     length = 128
 
     def __init__(self, run_dir: Path) -> None:

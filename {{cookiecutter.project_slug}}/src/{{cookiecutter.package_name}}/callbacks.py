@@ -16,9 +16,9 @@ it has `state_dict()` and `load_state_dict(state)`, checkpoints store its state 
 An exception in a callback ends the run. If its class sets `harmless = True`, the first exception
 logs a warning and disables the callback instead.
 
-Numbers that a callback adds on rank 0 to `record`, or to `figures` (as `validation_<name>`), go to
-metrics.jsonl and to the tracker. A callback may use random numbers, which does not change
-those of training.
+Numbers that a callback adds on rank 0 to `record`, or to `figures` under a key that begins with
+`validation_`, go to metrics.jsonl and to the tracker. A callback may use random numbers, which does
+not change those of training.
 """
 
 # {% include "task/" ~ cookiecutter.task ~ "/callbacks.py" %}

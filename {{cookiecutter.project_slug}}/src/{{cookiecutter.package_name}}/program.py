@@ -50,9 +50,9 @@ class Call:
 def export_program(run_dir: Path, options: ExportConfig) -> str:
     """Write a run's model to FILE.pt2 and return a summary line.
 
-    Before the program is written, it is compared with the model on other inputs than those that it
-    was made with. Raises UserError if torch.export fails (with the line in the model) or the
-    results differ.
+    Before the program is written, it is compared with the model: with batches of several sizes or,
+    if it takes one sample, with several samples. Raises UserError if torch.export fails (with the
+    line in the model) or the results differ.
 
     Usually the program takes batches of any size. But the number of its inputs is fixed: if a model
     takes a list with one tensor per sample, its program takes one sample.
@@ -175,8 +175,8 @@ def make_program(
             sizes: dict[int, Any] = {}
             for dimension, size in enumerate(leaf.shape):
                 sizes[dimension] = Dim.STATIC if size == 1 else Dim.AUTO
-            # A program for batches is traced with two samples. So all samples share a tensor whose
-            # first dimension is one, such as a mask, and this dimension stays fixed.
+            # A program for batches is traced with two samples. So a first dimension of one is not
+            # the batch: all samples share the tensor, such as a mask. The dimension stays fixed.
             if batched and leaf.ndim > 0 and leaf.shape[0] > 1:
                 sizes[0] = Dim.DYNAMIC
             shapes[leaf] = sizes

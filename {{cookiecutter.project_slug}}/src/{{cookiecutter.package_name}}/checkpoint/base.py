@@ -137,8 +137,8 @@ def names_of_base(
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if not parameter.requires_grad and not is_named(name, new):
             frozen.append((name, parameter))
-    # Maps each frozen parameter that the file contains to its name in the model. A tied parameter
-    # has several names in the model: this is one that the file has, too.
+    # Maps each frozen parameter that the file contains to a name that the parameter has in both the
+    # model and the file. A tied parameter has several names in the model.
     found_as: dict[nn.Parameter, str] = {}
     for name, parameter in frozen:
         if name in stored and file.forms[stored[name]].shape == parameter.shape:
@@ -285,8 +285,8 @@ class WithBase:
         # Maps each left-out tensor, such as "model.norm.weight", to its name in the base.
         self.stored: dict[str, str] = {}
         self.forms: Tensors = dict(checkpoint.forms)
-        # Other code may have written a manifest that lacks a field, although its digest is correct.
-        # Then `reading` raises CheckpointError.
+        # A manifest that other code wrote may lack a field, even if its own digest is correct.
+        # `reading` turns the KeyError into a CheckpointError.
         with reading(checkpoint.path):
             # Maps each tensor of the model to its shape and dtype, such as [1000, 64, "float32"].
             parameters = manifest["identity"]["parameters"]

@@ -41,10 +41,11 @@ def step_unless(bad: torch.Tensor | bool, optimizer: torch.optim.Optimizer) -> N
 class RunningBuffers:
     """Persistent buffers that forward may change, such as batch statistics.
 
-    After the forwards of each step, `agree_on_buffers` makes them equal on all ranks: the mean over
-    the ranks for floating-point and complex buffers, rank 0's value for all others (counts, flags).
-    On a GPU it compares the ranks' buffers only every 50 steps, to find those that have begun to
-    differ. Bad steps, saves, validation and recomputed activations do not change the buffers.
+    After the forwards of each step, `agree_on_buffers` makes those equal that are known to differ
+    between ranks: with the mean over the ranks for floating-point and complex buffers, rank 0's
+    value for all others (counts, flags). It looks for further ones at each step on a CPU, and every
+    50 steps on a GPU. Only good steps of training change the buffers: their change is undone after
+    a bad step, and neither validation nor recomputed activations change them.
     """
 
     # Indices of the buffers that `agree_on_buffers` sends between ranks; None until it has compared
