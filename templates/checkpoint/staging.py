@@ -65,7 +65,11 @@ class HostBuffers:
         """Start copying; return the copies, which are complete after `finish`.
 
         The model's registered buffers, such as batch statistics, are copied before the next
-        forward, which may change them.
+        forward, which may change them. All other tensors are changed only by the optimizer, which
+        waits for the copies.
+
+        Each rank copies for itself. An error here, such as too little memory, ends this rank's
+        process; an error of a later copy is raised by `finish`.
         """
         self.allocate(tensors)
         # A tied parameter is listed under all its names, as in state_dict().
@@ -87,11 +91,15 @@ class HostBuffers:
         targets = [target for target, _ in later]
         sources = [source for _, source in later]
         if self.device.type == "cpu":
+            # `finish` copies these, in the writer's thread.
             self.to_copy = later
         elif self.stream is None:
-            # Other devices have no streams that the thread could wait for, so copy at once.
+            # On other devices there is no stream for which the writer's thread could wait, so copy
+            # at once.
             torch._foreach_copy_(targets, sources)
         else:
+            # This stream first waits for the training stream, so the event also means that the
+            # registered buffers have been copied.
             self.stream.wait_stream(torch.cuda.current_stream(self.device))
             with torch.cuda.stream(self.stream):
                 if targets:

@@ -160,14 +160,15 @@ def regrouping(told_to_stop: Callable[[], bool]) -> bool:
     """Return whether this rank must be restarted, since another machine is leaving the job.
 
     All ranks call this after any rank got a stop signal; `told_to_stop` returns whether this rank
-    got one. In an elastic job (NNODES=1:4), torchrun restarts all ranks when a machine joins or
-    leaves:
+    got one. Ranks may get different results, and do not wait for each other here. An elastic job
+    (NNODES=1:4) continues with other ranks when a machine joins or leaves:
 
-    - If a machine joins, each torchrun signals its ranks, at slightly different times. A rank that
-      exited before its own signal would count as finished, which would end the job. So this
-      function first waits for the signal.
-    - If another machine was stopped, this rank gets no signal. It must be restarted, so that it
-      trains without that machine.
+    - If a machine joins, each torchrun signals its ranks, at slightly different times, and starts
+      them again. A rank that exited before its own signal would count as finished, which would end
+      the job. So this function waits for the signal, and then returns False.
+    - If another machine was stopped, this rank gets no signal, so the wait ends without one and the
+      result is True. The caller then exits with TO_BE_RESTARTED, and torchrun starts this rank
+      again, without that machine.
     """
     # Only an elastic job has a range of machines.
     if ":" not in os.environ.get("NNODES", ""):

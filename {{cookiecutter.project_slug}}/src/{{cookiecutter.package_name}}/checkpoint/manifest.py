@@ -112,8 +112,9 @@ def read_manifest(path: Place) -> dict[str, Any]:
 def _in_this_release(manifest: dict[str, Any]) -> dict[str, Any]:
     """Check a manifest's types and file names; add the fields that earlier releases did not write.
 
-    Raises CheckpointError for an unknown format or a forbidden file name. A missing field, or one
-    of the wrong type, may raise any other error.
+    Changes the manifest in place, and returns it. Raises CheckpointError for an unknown format, a
+    forbidden file name, or no file at all. A missing field, or one of the wrong type, may raise any
+    other error, which the caller turns into a CheckpointError.
     """
     version = manifest["format_version"]
     # `isinstance` would accept True, which is an int and equals 1.
