@@ -221,6 +221,7 @@ def digest_of(path: Path, known_file: Path | None, group: Group) -> str:
             local_rank = int(os.environ.get("LOCAL_RANK", "0"))
             files = files[local_rank :: int(os.environ.get("LOCAL_WORLD_SIZE", "1"))]
         for file in files:
+            # This also notes the hash in `known`.
             hashes[file.name] = hash_file(file, known)
             entries[str(file.resolve())] = known[str(file.resolve())]
     gathered = group.gather((machine, hashes, entries))
